@@ -1,0 +1,226 @@
+"""The parts of a train step: how parameters enter, how a batch is cut, how gradients of micro-batches add up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import collectives as c
+from shardlib import layout as cuts
+from shardlib import tree
+from shardlib.analysis import Analysis, analyse, leaf_meta
+from shardlib.autodiff import Aux, GradFn, aux_of, aux_tree
+from shardlib.errors import SpecError
+from shardlib.graph.trace import called
+from shardlib.mean import Mean, whole
+from shardlib.mesh import Mesh, current_mesh
+from shardlib.shard_map import borders
+from shardlib.sharding import move, settle
+from shardlib.types import Leaf, padding_allowed, region
+from shardlib.zero import Layout, layout_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `step` knows before it runs: the layout of every leaf, the batch dimension that is cut and into how many
+    micro-batches, and the loss's analysis on one of them."""
+
+    layout: Layout
+    sums: Any
+    dim: str | None
+    count: int
+    loss: Analysis
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the loss is a sum."""
+        return self.loss.axes
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The factor of every term of the loss."""
+        return self.loss.coefficients
+
+    def weights(self, params: Any, pieces: Sequence[Any], key: Any, extra: Any) -> list[Tensor]:
+        """The weight of every term, summed over micro-batches and ranks."""
+        each = [self.loss.weights(params, piece, key, extra) for piece in pieces]
+        return [whole(added(ws)) for ws in zip(*each, strict=True)]
+
+    def same_leaves(self, new: Any, old: Any) -> Any:
+        """`new`, every value the leaf that the one in its place in `old` is."""
+        here = region()
+
+        def same(x: Tensor, y: Tensor) -> Tensor:
+            leaf = here.leaves.get(y)
+            return x if leaf is None else settle(x, leaf)
+
+        return tree.map_(same, new, old)
+
+
+def added(xs: Sequence[Tensor]) -> Tensor:
+    """The sum of some tensors."""
+    total = xs[0]
+    for x in xs[1:]:
+        total = total + x
+    return total
+
+
+def planned(
+    grad_fn: GradFn, layout: Layout | None, accumulate: int | None, microbatch: int | None
+) -> Callable[[Any, Any], Plan]:
+    """`plan_for(state, batch)`, cached by the specs, shapes and dtypes of both."""
+    plans: dict[Any, Plan] = {}
+
+    def plan_for(state: Any, batch: Any) -> Plan:
+        mesh = current_mesh()
+        trees = (state.params, batch, state.key, state.extra)
+        leaves = [borders(None, t, mesh, "step") for t in trees]
+        flat = [tree.leaves(t) for t in trees]
+        dtypes = [[getattr(x, "dtype", None) for x in xs] for xs in flat]
+        key = (mesh.name, str(leaves), str(dtypes), tuple(tree.flatten(t)[1] for t in trees))
+        if key not in plans:
+            lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
+            dim, count = micro_batches(batch, accumulate, microbatch, mesh)
+            enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0])]]
+            enter += [[cut_leaf(leaf, dim, count) if leaf else leaf for leaf in ls] for ls in leaves[1:2]] + leaves[2:]
+            metas = [[leaf_meta(leaf, d, mesh) for leaf, d in zip(ls, ds)] for ls, ds in zip(enter, dtypes)]
+            loss = analyse(grad_fn, mesh, trees, metas)
+            sums = tree.map_(lambda s: replace(s, pending=tuple(a for a in loss.axes if a not in s.split)), lay.grads)
+            plans[key] = Plan(lay, sums, dim, count, loss)
+        return plans[key]
+
+    return plan_for
+
+
+def entering(params: Any, axes: Sequence[str]) -> Any:
+    """Parameters as `step` gives them to a loss: replicated over the axes that the loss is a sum over, so that their
+    gradients are pending there and are reduced once, however often a leaf is used and however many micro-batches there are."""
+    here = region()
+
+    def one(x: Tensor) -> Tensor:
+        leaf, padded = here.leaves.get(x), here.padded.get(x) is not None
+        out = c._pvary(x, tuple(a for a in axes if here.over(x, a) == "I"))
+        return out if leaf is None else here.mark(out, leaf, padded)
+
+    with padding_allowed():
+        return tree.map_(one, params)
+
+
+def accumulated(
+    grad_fn: GradFn, plan: Plan, params: Any, pieces: Sequence[Any], key: Any, extra: Any, seeds: Sequence[Tensor]
+) -> tuple[list[Tensor], Aux, Any]:
+    """Totals, `Aux` and gradients (as `plan.sums` says, in float32 or wider) of all micro-batches.
+
+    While a program is traced the micro-batch is one graph that is called once for each.
+    """
+
+    def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
+        (mean, aux), grads = grad_fn(params, piece, key=key, extra=extra, seeds=seeds)
+        with padding_allowed():
+            grads = tree.map_(lambda g, s: move(wide(g), s), grads, plan.sums)
+            grads = grads if acc is None else tree.map_(_accumulate, acc, grads)
+        return [t.total for t in mean.terms], aux_tree(aux), grads
+
+    if len(pieces) == 1:
+        totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
+        return totals, _merged([aux]), grads
+    grads, all_totals, all_aux = tree.map_(_blank, params, plan.sums), [], []
+    for piece in pieces:
+        totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
+        extra = extra if aux[1] is None else aux[1]
+        all_totals.append(totals)
+        all_aux.append(aux)
+    return [added(ts) for ts in zip(*all_totals, strict=True)], _merged(all_aux), grads
+
+
+def _accumulate(acc: Tensor, g: Tensor) -> Tensor:
+    leaf = region().leaves.get(acc)
+    assert leaf is not None
+    return settle(acc + g, leaf)
+
+
+def wide(g: Tensor) -> Tensor:
+    """A gradient in at least float32."""
+    dtype = torch.promote_types(g.dtype, torch.float32)
+    return g if g.dtype == dtype else g.to(dtype)
+
+
+def _blank(param: Tensor, spec: Any) -> Tensor:
+    """An accumulator of zeros of the type that gradients of spec `spec` have."""
+    here = region()
+    leaf = here.leaves.get(param)
+    assert leaf is not None
+    shape = cuts.padded_shape(spec, leaf.shape, here.mesh.shape)
+    zeros = torch.zeros(shape, dtype=torch.promote_types(param.dtype, torch.float32), device=param.device)
+    return settle(here.set_type(zeros, here.make(V=spec.split, P=spec.pending)), Leaf(spec, leaf.shape))
+
+
+def _merged(auxes: Sequence[Any]) -> Aux:
+    """Metrics of all micro-batches as 0-d values: means by total and weight, scalars averaged; the last `extra`."""
+    found = [aux_of(a) for a in auxes]
+    out: dict[str, Tensor] = {}
+    for k in found[0].metrics or {}:
+        vs = [(a.metrics or {})[k] for a in found]
+        if isinstance(vs[0], Mean):
+            out[k] = Mean.merged(vs).value
+        else:
+            out[k] = added([whole(v) for v in vs]) / len(vs)
+    return Aux(out, found[-1].extra)
+
+
+# ---- micro-batches
+
+
+def cut_leaf(leaf: Leaf, name: str | None, n: int) -> Leaf:
+    """The leaf with its dimension `name` cut into `n` micro-batches."""
+    if name not in leaf.spec.names:
+        return leaf
+    at = leaf.spec.names.index(name)
+    return Leaf(leaf.spec, tuple(size // n if i == at else size for i, size in enumerate(leaf.shape)))
+
+
+def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, mesh: Mesh) -> tuple[str | None, int]:
+    """The name of the batch dimension and how many micro-batches to cut it into.
+
+    It is the first dimension name of the first leaf. `accumulate`: how many; `microbatch`: rows per rank in each.
+    """
+    if accumulate is not None and microbatch is not None:
+        raise SpecError("step: give accumulate= (how many micro-batches) or microbatch= (rows per rank), not both")
+    if accumulate in (None, 1) and microbatch is None:
+        return None, 1
+    flat = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    spec = getattr(flat[0], "spec", None) if flat else None
+    if spec is None or spec.dims[0].name == "_":
+        raise SpecError(
+            "step: micro-batches are cut along the first named dimension of the batch's first leaf, which has none: "
+            "sl.shard(batch, 'batch/dp ...')"
+        )
+    dim, rows = spec.dims[0], flat[0].shape[0]
+    here = rows // mesh.size(dim.axes)
+    n = accumulate if accumulate is not None else here // max(1, microbatch or 1)
+    if n < 1 or here % n or (microbatch is not None and here != n * microbatch):
+        asked = f"accumulate={accumulate}" if accumulate is not None else f"microbatch={microbatch}"
+        raise SpecError(f"step: {asked} does not fit `{dim}`: {rows} rows, {here} on each rank")
+    return dim.name, n
+
+
+def cut(batch: Any, name: str | None, n: int) -> list[Any]:
+    """The batch's `n` micro-batches: leaves that name the dimension in contiguous local runs, others whole."""
+    if name is None or n == 1:
+        return [batch]
+    here = region()
+    flat, treedef = tree.flatten(batch)
+    pieces: list[list[Any]] = [[] for _ in range(n)]
+    for x in flat:
+        leaf = here.leaves.get(x)
+        if leaf is None or name not in leaf.spec.names:
+            parts = (x,) * n
+        else:
+            parts = tuple(p.contiguous() for p in x.chunk(n, leaf.spec.names.index(name)))
+            for p in parts:
+                here.mark(p, cut_leaf(leaf, name, n))
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.append(part)
+    return [tree.unflatten(treedef, p) for p in pieces]

@@ -1,0 +1,92 @@
+"""`Array`: a leaf at rest. A wrapper tensor that holds this rank's shard (on a simulated mesh, every rank's)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import layout
+from shardlib.errors import DonatedError, MeshError, ShardError
+from shardlib.mesh import Mesh
+from shardlib.spec import Spec
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
+
+
+class Array(Tensor):
+    """A global tensor, cut over a mesh as its spec says.
+
+    Its shape is the global one. It takes no arithmetic: pass it to a step or a `shard_map`-ed function, or `gather` it.
+    Shards are kept padded to the nested ceiling, so that all ranks hold equal shapes; `local` gives them without padding.
+    """
+
+    spec: Spec
+    mesh: Mesh
+    _shards: list[Tensor] | None
+
+    @staticmethod
+    def __new__(cls, shards: Sequence[Tensor], spec: Spec, shape: Sequence[int], mesh: Mesh) -> "Array":
+        first = shards[0]
+        made: Array = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,assignment]
+            cls, tuple(shape), dtype=first.dtype, device=first.device, requires_grad=False
+        )
+        made.spec, made.mesh, made._shards = spec, mesh, list(shards)
+        return made
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """The padded shards: one, or on a simulated mesh one per rank. Raises `DonatedError` after donation."""
+        if self._shards is None:
+            raise DonatedError(f"this array (`{self.spec}`, shape {tuple(self.shape)}) was donated to a jitted function and is "
+                               "gone: use what the function returned, or leave donate_argnums out")  # fmt: skip
+        return self._shards
+
+    @property
+    def padded(self) -> bool:
+        """Whether some rank's shard is shorter than what it keeps in memory."""
+        return not layout.is_even(self.spec, self.shape, self.mesh.shape)
+
+    def local(self, rank: int | None = None) -> Tensor:
+        """The shard of this rank (on a simulated mesh, of `rank`), without padding."""
+        if rank is None and self.mesh.simulate and self.mesh.total > 1:
+            raise MeshError("on a simulated mesh one process holds every rank's shard: say which, local(tree, rank=5)")
+        rank = self.mesh.rank if rank is None else rank
+        if not self.mesh.simulate and rank != self.mesh.rank:
+            raise MeshError(f"this process is rank {self.mesh.rank}; it does not hold the shard of rank {rank}")
+        shard = self.shards[rank if self.mesh.simulate else 0]
+        true = layout.local_shape(self.spec, self.shape, self.mesh.shape, self.mesh.coordinates(rank))
+        for dim, n in enumerate(true):
+            shard = shard.narrow(dim, 0, n)
+        return shard
+
+    def donate(self) -> list[Tensor]:
+        """Take the shards out; the array cannot be used again."""
+        shards, self._shards = self.shards, None
+        return shards
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _READS and isinstance(args[0], Array) and not args[0].spec.axes:
+            return func(args[0].shards[0])
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        arrays = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Array)]
+        name = func._schema.name.split("::")[1]
+        raise ShardError(
+            f"{name} on an array at rest (`{arrays[0].spec}`, shape {tuple(arrays[0].shape)}): nothing is communicated "
+            "silently, so arrays take no arithmetic.\n  Pass it to a step or a shard_map-ed function, or sl.gather it first"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        dtype = str(self.dtype).removeprefix("torch.")
+        gone = ", donated" if self._shards is None else ""
+        return f"Array('{self.spec}', shape={tuple(self.shape)}, {dtype}, mesh {self.mesh.name}{gone})"
+
+    def __deepcopy__(self, memo: Any) -> "Array":
+        return Array([s.clone() for s in self.shards], self.spec, self.shape, self.mesh)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardError("an array at rest cannot be pickled: use sl.save, or sl.gather it first")

@@ -1,0 +1,291 @@
+"""Derivatives of per-device functions: `grad`, `value_and_grad`, `remat`, `scan`.
+
+At exit every gradient's type is checked to be the dual of its primal's: invariant for invariant, pending for replicated,
+varying for varying, replicated for pending. A reduction that was missed is an error here, never a wrong number.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import collectives as c
+from shardlib import tree
+from shardlib.errors import SpecError
+from shardlib.insert import reentered
+from shardlib.mean import Mean, divide, whole
+from shardlib.types import Leaf, Region, inside, region
+
+_plain = torch._C.DisableTorchFunction
+
+
+@dataclass(frozen=True)
+class Aux:
+    """What a loss returns beside its `Mean`: `metrics` (Means, or pending or invariant scalars) and `extra`, state
+    without gradients that replaces `state.extra`."""
+
+    metrics: dict[str, Any] | None = None
+    extra: Any = None
+
+
+def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
+    """A loss's result as `(Mean, Aux)`; a scalar is a mean of weight one. Raises for anything that is not a loss."""
+    value, aux = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Aux) else (out, Aux())
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = Mean(value, 1.0)
+    if not isinstance(value, Mean):
+        said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SpecError(f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}")
+    here = region()
+    for term in value.terms:
+        for what, x in (("total", term.total), ("weight", term.weight)):
+            bad = here.axes_of(here.type_of(x), "VR" if what == "total" else "V")
+            if bad:
+                raise SpecError(
+                    f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
+                    f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, sl.pmean for a mean"
+                )
+    return value, aux
+
+
+def accepted(f: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of `options` that `f` has parameters for."""
+    try:
+        names = inspect.signature(f).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {k: v for k, v in options.items() if k in names}
+
+
+class GradFn:
+    """`value_and_grad(f)`: `(params, batch, key=, extra=, seeds=)`.
+
+    With `seeds` (one invariant 0-d tensor per term of the loss, what that term's total is multiplied with) it gives
+    `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does.
+    """
+
+    def __init__(self, f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> None:
+        self.f, self.argnums = f, argnums
+
+    def forward(self, *args: Any, key: Any = None, extra: Any = None) -> tuple[Mean, Aux]:
+        """The loss itself, in a scope of names of its own."""
+        with region().names(tree.leaves(args)):
+            return self._loss(args, key, extra)
+
+    def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
+        return parts_of_loss(self.f(*args, **accepted(self.f, key=key, extra=extra)))
+
+    def __call__(self, *args: Any, key: Any = None, extra: Any = None, seeds: Sequence[Tensor] | None = None) -> Any:
+        here = region()
+        many = not isinstance(self.argnums, int)
+        chosen = tuple(self.argnums) if isinstance(self.argnums, Sequence) else (self.argnums,)
+        diff = tuple(args[i] for i in chosen)
+        flat, treedef = tree.flatten(diff)
+        names = [p for t in diff for p in tree.paths(t)]
+        for path, x in zip(names, flat, strict=True):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+                raise SpecError(f"value_and_grad: `{path}` is {said}; only floating-point tensors have gradients")
+        kept: list[Any] = []
+
+        def totals(*leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            full = list(args)
+            for i, part in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
+                full[i] = part
+            mean, aux = self._loss(full, key, extra)
+            beside, structure = tree.flatten((tuple(t.weight for t in mean.terms), aux_tree(aux)))
+            kept[:] = [mean, structure]
+            return tuple(t.total for t in mean.terms), tuple(beside)
+
+        with here.names(tree.leaves(args)):  # remat runs the loss again in `pull`
+            out, pull, beside = torch.func.vjp(totals, *flat, has_aux=True)
+            weights, aux = tree.unflatten(kept[1], beside)
+            terms = tuple(replace(t, total=x, weight=w) for t, x, w in zip(kept[0].terms, out, weights, strict=True))
+            mean, aux = Mean._of_terms(terms), aux_of(aux)
+            if seeds is None:
+                seeds_ = [t.coefficient * divide(torch.ones_like(t.total), whole(t.weight)) for t in terms]
+            else:
+                seeds_ = list(seeds)
+            cotangents = tuple(
+                c._pvary(s.to(t.dtype), here.axes_of(here.type_of(t), "P")) for s, t in zip(seeds_, out, strict=True)
+            )
+            grads = [_dual(here, x, g, p) for x, g, p in zip(flat, pull(cotangents), names, strict=True)]
+        result = tree.unflatten(treedef, grads)
+        result = result if many else result[0]
+        if seeds is not None:
+            return (mean, aux), result
+        return (mean.value if aux.metrics is None and aux.extra is None else (mean.value, aux)), result
+
+
+def aux_tree(aux: Aux) -> Any:
+    """An `Aux` as a tree of tensors: means as their terms."""
+    metrics = {k: v.terms if isinstance(v, Mean) else v for k, v in (aux.metrics or {}).items()}
+    return (metrics if aux.metrics is not None else None, aux.extra)
+
+
+def aux_of(found: Any) -> Aux:
+    """The inverse of `aux_tree`."""
+    metrics, extra = found
+    if metrics is not None:
+        metrics = {k: Mean._of_terms(v) if isinstance(v, tuple) else v for k, v in metrics.items()}
+    return Aux(metrics, extra)
+
+
+def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
+    """Check and set the type of the gradient of `x`."""
+    kind, found = here.type_of(x), here.types.get(g) or here.invariant
+    out = []
+    for axis, k, f in zip(here.mesh.shape, kind, found):
+        if (k == "I" and f != "I") or (k == "P" and f in "VP"):
+            raise SpecError(
+                f"the gradient of `{path}` over `{axis}` should be {'invariant' if k == 'I' else 'replicated'}, its parts "
+                f"differ by rank: a reduction was lost (a custom backward, or an op that types do not see through).\n"
+                f"  pvary the value over `{axis}` where it is used differently by rank"
+            )
+        out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
+    g = here.set_type(g, "".join(out))
+    leaf = here.leaves.get(x)
+    if leaf is not None:
+        spec = replace(leaf.spec, pending=here.axes_of("".join(out), "P"))
+        here.mark(g, Leaf(spec, leaf.shape), here.padded.get(x) is not None)
+    return g
+
+
+def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> GradFn:
+    """Value and gradient of a loss (a per-device function), with respect to the arguments `argnums`.
+
+    `f` returns a `Mean` (total/weight is differentiated), an invariant or a pending scalar, or one of them with an `Aux`.
+    The gradient of an invariant value is invariant (summed over the ranks that used it), of a replicated one pending.
+    """
+    return f if isinstance(f, GradFn) else GradFn(f, argnums)
+
+
+def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+    """The gradient alone: `value_and_grad(f)(...)[1]`."""
+    both = value_and_grad(f, argnums)
+    return lambda *args, **options: both(*args, **options)[1]
+
+
+# ---- remat
+
+
+class _Remat(torch.autograd.Function):
+    """Forward keeps the inputs only; backward runs the function again. Its backward is a Function too, so that it nests."""
+
+    @staticmethod
+    def forward(f: Callable[..., Any], *xs: Tensor) -> Any:  # type: ignore[override]
+        with reentered():
+            return f(*xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.f = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # type: ignore[override]
+        return None, *_RematBackward.apply(ctx.f, len(cotangents), *cotangents, *ctx.saved_tensors)  # type: ignore[misc]
+
+
+def _pull(f: Callable[..., Any], n: int, *xs: Any) -> tuple[Tensor, ...]:
+    """The vjp of `f` at `xs[n:]` for cotangents `xs[:n]`; zeros for what is not differentiable."""
+    primals = xs[n:]
+    at = [i for i, x in enumerate(primals) if x.is_floating_point() or x.is_complex()]
+
+    def of_floats(*floats: Tensor) -> Any:
+        full = list(primals)
+        for i, x in zip(at, floats):
+            full[i] = x
+        with reentered():
+            return f(*full)
+
+    out, pull = torch.func.vjp(of_floats, *(primals[i] for i in at))
+    cotangents = xs[0] if isinstance(out, Tensor) else tuple(xs[:n])
+    grads = iter(pull(cotangents))
+    return tuple(next(grads) if i in at else torch.zeros_like(x) for i, x in enumerate(primals))
+
+
+class _RematBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(f: Callable[..., Any], n: int, *xs: Tensor) -> Any:  # type: ignore[override]
+        return _pull(f, n, *xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.f, ctx.n = inputs[:2]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # type: ignore[override]
+        f, n = ctx.f, ctx.n
+        again = _RematBackward.apply(lambda *xs: _pull(f, n, *xs), len(cotangents), *cotangents, *ctx.saved_tensors)
+        return None, None, *again  # type: ignore[misc]
+
+
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, whose intermediate values are computed again in the backward pass instead of kept (its collectives too).
+
+    Everything that needs a gradient must be an argument: a captured value that is being differentiated is an error.
+    As `jax.checkpoint`.
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        flat, treedef = tree.flatten((args, options))
+        at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+        kept: list[Any] = []
+
+        def of_tensors(*xs: Tensor) -> Any:
+            full = list(flat)
+            for i, x in zip(at, xs):
+                full[i] = x
+            a, o = tree.unflatten(treedef, full)
+            out, structure = tree.flatten(f(*a, **o))
+            kept[:] = [structure]
+            return tuple(out)
+
+        with _plain():
+            out = _Remat.apply(of_tensors, *(flat[i] for i in at))
+        return tree.unflatten(kept[0], out if isinstance(out, tuple) else (out,))
+
+    run.__name__ = getattr(f, "__name__", "remat")
+    return run
+
+
+# ---- scan
+
+
+def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
+    """`f(carry, x) -> (carry, y)` over the leading dimension of every leaf of `xs`; the last carry and the stacked `y`s.
+
+    A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`.
+    """
+    flat, treedef = tree.flatten(xs)
+    if not flat and length is None:
+        raise SpecError("scan needs xs, or length=")
+    lengths = {x.shape[0] for x in flat}
+    if len(lengths | ({length} if length is not None else set())) > 1:
+        raise SpecError(f"scan: the leading dimensions differ: {sorted(lengths)}" + (f", length={length}" if length else ""))
+    n = length if length is not None else lengths.pop()
+    slices = [_unstacked(x) for x in flat]
+    carry, ys = init, []
+    for i in range(n):
+        carry, y = f(carry, tree.unflatten(treedef, [s[i] for s in slices]))
+        ys.append(y)
+    if not ys or not tree.leaves(ys[0]):
+        return carry, ys[0] if ys else None
+    return carry, tree.map_(lambda *parts: torch.stack(parts), *ys)
+
+
+def _unstacked(x: Tensor) -> tuple[Tensor, ...]:
+    """The slices of `x`, in one op (its transpose is one `stack`), each still a leaf."""
+    parts = torch.unbind(x)
+    leaf = region().leaves.get(x) if inside() else None
+    if leaf is not None:
+        for p in parts:
+            region().mark(p, Leaf(leaf.spec.unstack(), leaf.shape[1:]), region().padded.get(x) is not None)
+    return parts
+
+

@@ -1,0 +1,309 @@
+"""Collectives by axis, each next to its exact transpose, with the types they take and give.
+
+| collective                  | type     | transpose       | bytes sent per rank (n ranks, input b bytes) |
+|-----------------------------|----------|-----------------|----------------------------------------------|
+| pvary                       | I -> R   | psum            | 0                                            |
+| psum                        | P -> I   | pvary           | 2 b (n-1)/n                                  |
+| all_gather                  | V -> R   | psum_scatter    | b (n-1)                                      |
+| psum_scatter                | P -> V   | all_gather      | b (n-1)/n                                    |
+| all_gather(invariant=True)  | V -> I   | own_slice       | b (n-1)                                      |
+| own_slice                   | I -> V   | all_gather(...) | 0                                            |
+| all_to_all                  | V -> V   | all_to_all      | b (n-1)/n                                    |
+| ppermute                    | V -> V   | ppermute        | b                                            |
+| pending                     | V -> P   | (identity)      | 0                                            |
+| pmax                        | V -> I   | none            | 2 b (n-1)/n                                  |
+
+Functions with a leading underscore work on one tensor and plain axes and refuse nothing: they are what transposes call,
+since the cotangent of a replicated value is pending by definition. Those without check the types first.
+Over an axis of size 1 nothing is sent, but types are the same as on any mesh.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import tree, wire
+from shardlib.errors import SpecError, listing
+from shardlib.mesh import Axes, Mesh
+from shardlib.types import refuse, region
+
+_plain = torch._C.DisableTorchFunction  # a Function below Insert: what it does inside is not user code
+
+
+def _function(name: str, forward: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    """A linear Function of one tensor and static arguments, from its value and its transpose."""
+
+    class Linear(torch.autograd.Function):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def forward(x: Tensor, *static: Any) -> Tensor:  # type: ignore[override]
+            return forward(x, *static)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.static = inputs[1:]
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+            return transpose(g, *ctx.static), *(None for _ in ctx.static)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: tuple[str, ...], *dims: int) -> tuple[Tensor, int]:
+            x = x.movedim(in_dims[0] or 0, 0)
+            return Linear.apply(x, axes, *(d + 1 if isinstance(d, int) else d for d in dims)), 0  # type: ignore[return-value]
+
+        @staticmethod
+        def jvp(ctx: Any, t: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+            return forward(t, *ctx.static)
+
+    Linear.__name__ = Linear.__qualname__ = name
+    return Linear
+
+
+def _apply(function: type[torch.autograd.Function], letter: str, x: Tensor, axes: tuple[str, ...], *static: Any) -> Tensor:
+    if not axes:
+        return x
+    with _plain():
+        out: Tensor = function.apply(x, axes, *static)  # type: ignore[assignment]
+    here = region()
+    kind = here.types.get(x)
+    return here.retype(out, here.invariant if kind is None else kind, axes, letter)
+
+
+def _wired(axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh, and those of `axes` along which anything moves."""
+    mesh = region().mesh
+    return mesh, tuple(a for a in axes if mesh.shape[a] > 1)
+
+
+def _runs(mesh: Mesh, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """`axes` cut into runs that stand in mesh order: one collective each, since groups order their ranks so."""
+    runs: list[tuple[str, ...]] = []
+    for a in axes:
+        if runs and mesh.ordered((*runs[-1], a)) == (*runs[-1], a):
+            runs[-1] = (*runs[-1], a)
+        else:
+            runs.append((a,))
+    return runs
+
+
+def _reduce(x: Tensor, axes: tuple[str, ...], op: str = "sum") -> Tensor:
+    mesh, axes = _wired(axes)
+    return wire.all_reduce(x, mesh.group(mesh.ordered(axes)), op) if axes else x.view_as(x)
+
+
+def _gather_pieces(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    mesh, axes = _wired(axes)
+    for run in reversed(_runs(mesh, axes)):
+        x = wire.all_gather(x, dim, mesh.size(run), mesh.group(run))
+    return x if axes else x.view_as(x)
+
+
+def _scatter_sum(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    mesh, axes = _wired(axes)
+    for run in _runs(mesh, axes):
+        x = wire.reduce_scatter(x, dim, mesh.size(run), mesh.group(run))
+    return x if axes else x.view_as(x)
+
+
+def _cut(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    mesh, axes = _wired(axes)
+    for run in _runs(mesh, axes):
+        x = wire.own_slice(x, dim, mesh.size(run), mesh.group(run))
+    return x if axes else x.view_as(x)
+
+
+def _exchange(x: Tensor, axes: tuple[str, ...], split: int, concat: int) -> Tensor:
+    mesh, axes = _wired(axes)
+    runs = _runs(mesh, axes)
+    if len(runs) > 1:
+        raise SpecError(f"all_to_all over {listing(axes)}: name them in mesh order, {listing(mesh.ordered(axes))}")
+    return wire.all_to_all(x, split, concat, mesh.size(axes), mesh.group(axes)) if axes else x.view_as(x)
+
+
+def _move(x: Tensor, axes: tuple[str, ...], source: tuple[int, ...]) -> Tensor:
+    mesh = region().mesh
+    if mesh.size(axes) == 1:
+        return x.view_as(x) if source[0] == 0 else torch.zeros_like(x)
+    return wire.permute(x, list(source), mesh.group(axes))
+
+
+def _inverse(source: tuple[int, ...]) -> tuple[int, ...]:
+    """Who reads from whom, turned round."""
+    out = [-1] * len(source)
+    for d, s in enumerate(source):
+        if s >= 0:
+            out[s] = d
+    return tuple(out)
+
+
+def _identity(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return x.view_as(x)
+
+
+def _no_gradient(g: Tensor, *_: Any) -> Tensor:
+    raise SpecError("pmax has no gradient: detach its operand, or use a sum")
+
+
+_PVary = _function("pvary", _identity, lambda g, axes: _psum(g, axes))
+_PSum = _function("psum", _reduce, lambda g, axes: _pvary(g, axes))
+_AllGather = _function("all_gather", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
+_PSumScatter = _function("psum_scatter", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
+_AllGatherInvariant = _function("all_gather_invariant", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim))
+_OwnSlice = _function("own_slice", _cut, lambda g, axes, dim: _all_gather(g, axes, dim, True))
+_AllToAll = _function("all_to_all", _exchange, lambda g, axes, split, concat: _all_to_all(g, axes, concat, split))
+_PPermute = _function("ppermute", _move, lambda g, axes, source: _ppermute(g, axes, _inverse(source)))
+_Pending = _function("pending", _identity, lambda g, axes: g)
+_PMax = _function("pmax", lambda x, axes: _reduce(x, axes, "max"), _no_gradient)
+
+
+def _pvary(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return _apply(_PVary, "R", x, axes)
+
+
+def _psum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return _apply(_PSum, "I", x, axes)
+
+
+def _all_gather(x: Tensor, axes: tuple[str, ...], dim: int, invariant: bool = False) -> Tensor:
+    return _apply(_AllGatherInvariant if invariant else _AllGather, "I" if invariant else "R", x, axes, dim)
+
+
+def _psum_scatter(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    return _apply(_PSumScatter, "V", x, axes, dim)
+
+
+def _own_slice(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    return _apply(_OwnSlice, "V", x, axes, dim)
+
+
+def _all_to_all(x: Tensor, axes: tuple[str, ...], split: int, concat: int) -> Tensor:
+    return _apply(_AllToAll, "V", x, axes, split, concat)
+
+
+def _ppermute(x: Tensor, axes: tuple[str, ...], source: tuple[int, ...]) -> Tensor:
+    return _apply(_PPermute, "V", x, axes, source)
+
+
+def _pending(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return _apply(_Pending, "P", x, axes)
+
+
+# ---- public, by axis: a tree first, then axes
+
+
+def _each(op: str, x: Any, axes: Axes, fn: Callable[[Tensor, tuple[str, ...]], Tensor]) -> Any:
+    plain = region().mesh.expand(axes)
+
+    def one(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise SpecError(f"{op} takes tensors, found {type(leaf).__name__}")
+        return fn(leaf, plain)
+
+    return tree.map_(one, x)
+
+
+def sum_over(x: Tensor, axes: tuple[str, ...], op: str = "psum") -> Tensor:
+    """`psum` of one tensor over plain axes, types checked."""
+    refuse(op, x, axes, "IR", "A value that is equal on all ranks has no sum to make; scale it by axis_size if n times it is meant")
+    return _psum(x, axes)
+
+
+def psum(x: Any, axes: Axes) -> Any:
+    """The sum over `axes`: pending (or varying, which states the sum) -> invariant. Transpose: `pvary`.
+
+    Raises `SpecError` for a value that is already equal on all ranks.
+    """
+    return _each("psum", x, axes, sum_over)
+
+
+def pmean(x: Any, axes: Axes) -> Any:
+    """The mean over `axes`: varying or pending -> invariant."""
+    size = region().mesh.size(axes)
+    return tree.map_(lambda y: y / size, _each("pmean", x, axes, lambda y, a: sum_over(y, a, "pmean")))
+
+
+def pmax(x: Any, axes: Axes) -> Any:
+    """The maximum over `axes`: varying -> invariant. It has no gradient: `detach` the operand."""
+
+    def one(y: Tensor, plain: tuple[str, ...]) -> Tensor:
+        refuse("pmax", y, plain, "P", "psum it first")
+        return _apply(_PMax, "I", y, plain)
+
+    return _each("pmax", x, axes, one)
+
+
+def pvary(x: Any, axes: Axes) -> Any:
+    """State that ranks may use an equal value differently: invariant -> replicated. Transpose: `psum`.
+
+    Inserted by itself wherever an invariant value meets one that is not; written only to choose where the sum is made.
+    """
+    here = region()
+    return _each("pvary", x, axes, lambda y, a: _pvary(y, tuple(b for b in a if here.over(y, b) == "I")))
+
+
+def pending(x: Any, axes: Axes) -> Any:
+    """State that a varying value is a term of a sum still to be made: varying -> pending."""
+
+    def one(y: Tensor, plain: tuple[str, ...]) -> Tensor:
+        refuse("pending", y, plain, "IR", "It is equal on all ranks; the sum would count it once per rank")
+        here = region()
+        return _pending(y, tuple(a for a in plain if here.over(y, a) == "V"))
+
+    return _each("pending", x, axes, one)
+
+
+def ppermute(x: Any, axes: Axes, perm: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None) -> Any:
+    """Send along `axes`: `perm` is a list of (source, destination) indices, `shift=k` sends from i to i+k cyclically.
+
+    varying -> varying; a rank that nobody sends to gets zeros. Over several axes the index is row-major in the order
+    given. Transpose: the inverse permutation. Raises `SpecError` when an index stands twice on one side.
+    """
+    mesh = region().mesh
+    plain, n = mesh.expand(axes), mesh.size(axes)
+    if (perm is None) == (shift is None):
+        raise SpecError("ppermute takes either a list of (source, destination) or shift=")
+    pairs = [(i, (i + shift) % n) for i in range(n)] if shift is not None else list(perm or ())
+    source = [-1] * n
+    for s, d in pairs:
+        if not (0 <= s < n and 0 <= d < n):
+            raise SpecError(f"ppermute over {listing(plain)}: ({s}, {d}) is outside 0..{n - 1}")
+        if source[d] >= 0 or s in source:
+            raise SpecError(f"ppermute over {listing(plain)}: {d if source[d] >= 0 else s} stands twice on one side of {pairs}")
+        source[d] = s
+    ordered = mesh.ordered(plain)
+    if ordered != plain:  # the group counts its ranks in mesh order
+        ranks, theirs = mesh.members(0, ordered), [0] * n
+        place = [mesh.index_of(r, plain) for r in ranks]
+        back = {p: i for i, p in enumerate(place)}
+        for i, p in enumerate(place):
+            theirs[i] = back[source[p]] if source[p] >= 0 else -1
+        source = theirs
+
+    def one(y: Tensor, _: tuple[str, ...]) -> Tensor:
+        refuse("ppermute", y, plain, "P", "psum it first")
+        return _ppermute(y, ordered, tuple(source))
+
+    return _each("ppermute", x, axes, one)
+
+
+def axis_size(axes: Axes) -> int:
+    """The number of ranks along `axes`, a Python int."""
+    return region().mesh.size(axes)
+
+
+def axis_index(axes: Axes) -> Tensor:
+    """The rank's index along `axes` (row-major in the order given): a varying 0-d int64 tensor, so that graphs are shared."""
+    here = region()
+    mesh, out = here.mesh, None
+    plain = mesh.expand(axes)
+    with _plain():
+        for a in plain:
+            one = wire.axis_index(mesh.group((a,)), mesh.device) if mesh.shape[a] > 1 else torch.zeros((), dtype=torch.int64, device=mesh.device)
+            out = one if out is None else out * mesh.shape[a] + one
+    if out is None:
+        raise SpecError("axis_index needs an axis")
+    return here.set_type(out, here.make(V=plain))

@@ -1,0 +1,52 @@
+"""The library's exceptions and the wording they share. No torch."""
+
+from collections.abc import Iterable, Mapping
+
+
+class ShardError(Exception):
+    """Base of every error that shardlib raises on purpose."""
+
+
+class SpecError(ShardError, ValueError):
+    """A spec or pattern is malformed, or a value does not have the type that it states."""
+
+
+class MeshError(ShardError, ValueError):
+    """A mesh cannot be made, or an axis is not one of the current mesh."""
+
+
+class TreeError(ShardError, ValueError):
+    """Trees do not match; the message names the path."""
+
+
+class RankError(ShardError, RuntimeError):
+    """Ranks disagree, one of them failed, or none can go on."""
+
+
+class DonatedError(ShardError, RuntimeError):
+    """A donated tree is used again."""
+
+
+def caret(text: str, start: int, end: int, note: str = "", label: str = "pattern") -> str:
+    """`text` on one line and a caret line below it: `label: text` / `        ^^^ note`."""
+    pad = " " * (len(label) + 4 + start)
+    return f"  {label}: {text}\n{pad}{'^' * max(1, end - start)} {note}".rstrip()
+
+
+def sizes(bound: Mapping[str, int]) -> str:
+    """`batch=8 seq=512`."""
+    return " ".join(f"{k}={v}" for k, v in bound.items()) or "none"
+
+
+def listing(items: Iterable[object]) -> str:
+    """`a`, `b` and `c`."""
+    names = [f"`{i}`" for i in items]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" and {names[-1]}" if names else "nothing"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean `x`?)` for a near miss among `known`, else nothing."""
+    import difflib
+
+    match = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean `{match[0]}`?)" if match else ""

@@ -1,0 +1,1 @@
+"""Tracing to FX graphs, and functions from graph to graph."""

@@ -1,0 +1,247 @@
+"""Meshes: named axes over ranks, groups of axes, and the process groups behind them."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib.errors import MeshError, listing, nearest
+
+Axes = str | Sequence[str]
+_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Ranks laid out row-major over named axes, outermost first.
+
+    `groups` names tuples of axes; a group may stand wherever an axis may. On a simulated mesh this process plays
+    every rank, otherwise it is the rank that the process group says.
+    """
+
+    shape: dict[str, int]
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    simulate: bool = False
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: timedelta | None = None
+
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(self.shape)
+
+    @cached_property
+    def total(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape.values())
+
+    @cached_property
+    def name(self) -> str:
+        """`dp=2,tp=4`: meshes of equal names and sizes have equal process groups."""
+        return ",".join(f"{a}={n}" for a, n in self.shape.items())
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        sizes = list(self.shape.values())
+        return {a: math.prod(sizes[i + 1 :]) for i, a in enumerate(self.shape)}
+
+    def expand(self, axes: Axes) -> tuple[str, ...]:
+        """Axes and groups as plain axes, in the order given, groups major to minor."""
+        out: list[str] = []
+        for a in (axes,) if isinstance(axes, str) else axes:
+            known = self.groups.get(a) or ((a,) if a in self.shape else None)
+            if known is None:
+                names = [*self.shape, *self.groups]
+                raise MeshError(f"the mesh has no axis `{a}`{nearest(a, names)}; its axes are {listing(names)}")
+            out.extend(known)
+        if len(set(out)) < len(out):
+            raise MeshError(f"{listing([axes] if isinstance(axes, str) else axes)} name an axis twice: {listing(out)}")
+        return tuple(out)
+
+    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """`axes` in mesh order."""
+        return tuple(a for a in self.shape if a in axes)
+
+    def size(self, axes: Axes) -> int:
+        """The number of ranks along an axis, a group or a tuple of them."""
+        return math.prod(self.shape[a] for a in self.expand(axes))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of `rank` along every axis."""
+        return {a: rank // self._strides[a] % n for a, n in self.shape.items()}
+
+    def index(self, axes: Axes) -> int:
+        """This process's coordinate along an axis; along several, the row-major index."""
+        if self.simulate and self.size(axes) > 1:
+            raise MeshError("on a simulated mesh one process plays all ranks and has no index; shard() global data")
+        return self.index_of(self.rank, self.expand(axes))
+
+    def index_of(self, rank: int, axes: Sequence[str]) -> int:
+        """The row-major index of `rank` along plain `axes`, in the order given."""
+        at, out = self.coordinates(rank), 0
+        for a in axes:
+            out = out * self.shape[a] + at[a]
+        return out
+
+    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, ordered by their index along `axes` as given."""
+        base = rank - sum(self.coordinates(rank)[a] * self._strides[a] for a in axes)
+        out = [base]
+        for a in axes:
+            out = [r + i * self._strides[a] for r in out for i in range(self.shape[a])]
+        return tuple(out)
+
+    def group(self, axes: Sequence[str]) -> str:
+        """The name under which the process group over `axes` (in mesh order) is known to collectives.
+
+        A name is enough to trace; where this process is a rank, the group is made and registered at first use.
+        """
+        name = f"{self.name}/{','.join(axes)}"
+        if not self.simulate and dist.is_initialized():
+            _register(self, name, tuple(axes))
+        return name
+
+    @cached_property
+    def device_mesh(self) -> Any:
+        """The same mesh as a `torch.distributed.DeviceMesh`."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.simulate:
+            raise MeshError("a simulated mesh has no DeviceMesh")
+        return init_device_mesh(self.device.type, tuple(self.shape.values()), mesh_dim_names=self.axis_names)
+
+    def __enter__(self) -> "Mesh":
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.remove(self)
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.name}{', simulated' if self.simulate else f', rank {self.rank}'})"
+
+
+_current: list[Mesh] = []
+_registered: dict[str, dist.ProcessGroup] = {}
+
+
+def current_mesh() -> Mesh:
+    """The innermost `with mesh:`, or what `use_mesh` set."""
+    if not _current:
+        raise MeshError("no mesh: use `with sl.make_mesh(dp=2, tp=2):` or sl.use_mesh(mesh)")
+    return _current[-1]
+
+
+def use_mesh(mesh: Mesh) -> Mesh:
+    """Make `mesh` the current mesh until changed."""
+    _current[:] = [mesh]
+    return mesh
+
+
+@contextmanager
+def entered(mesh: Mesh | None):
+    """Inside: `mesh`, or the current one where it is None."""
+    with mesh or current_mesh() as m:
+        yield m
+
+
+def _register(mesh: Mesh, name: str, axes: tuple[str, ...]) -> None:
+    held = _registered.get(name)
+    if held is not None and held in dist.distributed_c10d._world.pg_map:
+        return
+    ranks = mesh.members(mesh.rank, axes)
+    # local synchronization: only the members meet, so that ranks of a pipeline may make different groups
+    group = dist.new_group(list(ranks), timeout=mesh.timeout, use_local_synchronization=True)
+    registry = torch._C._distributed_c10d  # the registry that functional collectives look names up in
+    if held is not None:
+        registry._unregister_process_group(name)
+    registry._register_process_group(name, group)
+    _registered[name] = group
+
+
+def _launched() -> tuple[int, int, int] | None:
+    for names in _LAUNCHERS:
+        if names[0] in os.environ and names[1] in os.environ:
+            rank, world, local = (int(os.environ.get(n, 0)) for n in names)
+            return rank, world, local
+    return None
+
+
+def _sizes(axes: Mapping[str, int | Mapping[str, int]], world: int | None) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    shape: dict[str, int] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, size in axes.items():
+        inner = size if isinstance(size, Mapping) else {name: size}
+        for a, n in inner.items():
+            if a in shape or (a in axes and inner is size):
+                raise MeshError(f"axis `{a}` is named twice")
+            if not a.isidentifier():
+                raise MeshError(f"`{a}` cannot name an axis: use letters, digits and _")
+            if not isinstance(n, int) or n < 1 and n != -1:
+                raise MeshError(f"axis `{a}` has size {n!r}; sizes are whole numbers from 1, or one -1 for what is left")
+            shape[a] = n
+        if inner is size:
+            groups[name] = tuple(size)
+    open_ = [a for a, n in shape.items() if n == -1]
+    if open_:
+        if world is None or len(open_) > 1:
+            why = "two axes cannot both take what is left" if world is not None else "a simulated mesh leaves nothing"
+            raise MeshError(f"{listing(open_)} = -1: {why}; give the size")
+        rest = math.prod(n for n in shape.values() if n != -1)
+        if world % rest:
+            raise MeshError(f"{world} ranks do not divide by {rest}, the product of the sizes given")
+        shape[open_[0]] = world // rest
+    return shape, groups
+
+
+def make_mesh(
+    axes: Mapping[str, int | Mapping[str, int]] | None = None,
+    /,
+    *,
+    timeout: float | None = None,
+    simulate: bool = False,
+    groups: Mapping[str, str] | None = None,
+    **named: int | Mapping[str, int],
+) -> Mesh:
+    """Lay the ranks out over named axes, outermost first, and start the process group where there is none yet.
+
+    `make_mesh(dp=2, tp=4)`; `make_mesh(dp=dict(replica=2, fsdp=8))` names a group `dp` of two axes; one size may be -1,
+    what the world leaves. `groups=dict(cp_dp="dp/cp")` names further groups. Reads torchrun's and srun's variables;
+    gloo on CPU, nccl on CUDA. `timeout` (seconds): how long a collective may wait. `simulate=True`: all ranks in this
+    process, no launcher. Raises `MeshError` when the sizes do not multiply to the number of ranks.
+    """
+    launched = None if simulate else _launched()
+    world = None if simulate else dist.get_world_size() if dist.is_initialized() else launched[1] if launched else 1
+    shape, named_groups = _sizes({**(axes or {}), **named}, world)
+    for name, chain in (groups or {}).items():
+        if name in shape or name in named_groups:
+            raise MeshError(f"the group `{name}` has the name of an axis")
+        named_groups[name] = tuple(chain.split("/"))
+        for a in named_groups[name]:
+            if a not in shape:
+                raise MeshError(f"group `{name}` names `{a}`, which is no axis{nearest(a, shape)}")
+    total = math.prod(shape.values())
+    if simulate:
+        return Mesh(shape, named_groups, simulate=True)
+    if total != world:
+        raise MeshError(
+            f"the mesh {' x '.join(f'{a}={n}' for a, n in shape.items()) or 'of no axes'} needs {total} rank(s), there "
+            f"{'is' if world == 1 else 'are'} {world}: start it with `torchrun --nproc-per-node {total} ...`, or pass "
+            "simulate=True to play all ranks in this process"
+        )
+    local = launched[2] if launched else 0
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    wait = timedelta(seconds=timeout) if timeout is not None else None
+    if not dist.is_initialized() and launched and total > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Mesh(shape, named_groups, rank=rank, device=device, timeout=wait)

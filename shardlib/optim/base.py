@@ -1,0 +1,71 @@
+"""What optimizers share: the pair, decay masks, 32-bit masters, and state that stays a leaf."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib import tree
+from shardlib.sharding import leaf_of, settle
+from shardlib.spec import Spec
+from shardlib.types import inside
+
+
+class Optimizer(NamedTuple):
+    """`init(params) -> state`, `update(grads, state, params) -> (updates, state)`; the new parameters are params + updates.
+
+    Both run inside a per-device function, on the shards that the layout gives the optimizer.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def matrices(path: str, spec: Spec) -> bool:
+    """A mask that chooses leaves of two and more dimensions, a stacked leaf counting as its layers do."""
+    return len(spec.dims) - spec.stacked >= 2
+
+
+def chosen(mask: tree.Chooser | None, params: Any) -> Any:
+    """The tree of booleans that a mask gives for `params`; None chooses all. Decided by path and global shape."""
+    flat, treedef = tree.flatten(params)
+    if mask is None:
+        return tree.unflatten(treedef, [True] * len(flat))
+    specs = [leaf_of(x, "an optimizer's mask").spec for x in flat] if callable(mask) and inside() else flat
+    return tree.unflatten(treedef, tree.choose(mask, tree.paths(params), specs))
+
+
+def zeros32(x: Tensor) -> Tensor:
+    """Zeros like `x`, in 32 bits where `x` has 16."""
+    return torch.zeros_like(x, dtype=wide(x.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a leaf's optimizer state is kept: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def masters(params: Any) -> Any:
+    """float32 copies of 16-bit leaves; a 0-size placeholder where the leaf is its own master."""
+    return tree.map_(lambda p: p.to(torch.float32) if needs_master(p) else None, params)
+
+
+def needs_master(p: Tensor) -> bool:
+    """Whether updates would be lost in the leaf's own precision."""
+    return p.is_floating_point() and p.dtype.itemsize < 4
+
+
+def learning_rate(state: Any) -> Tensor | None:
+    """The rate that the last update used, from an optimizer's state; None where the optimizer has none."""
+    found = [x for p, x in zip(tree.paths(state), tree.leaves(state)) if p.split(".")[-1] == "lr"]
+    return found[0] if found else None
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`params + updates`, added in the wider dtype and rounded to the leaf's own."""
+
+    def one(p: Tensor, u: Tensor) -> Tensor:
+        return settle((p + u).to(p.dtype), leaf_of(p, "apply_updates"))
+
+    return tree.map_(one, params, updates)

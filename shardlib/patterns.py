@@ -1,0 +1,112 @@
+"""Patterns against tensors: names bind sizes, axes are checked against types. Used by every op that takes a pattern."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from shardlib import collectives as c
+from shardlib import layout
+from shardlib.errors import SpecError, caret, sizes
+from shardlib.spec import Dim, Spec
+from shardlib.types import Region, region, words
+
+_MEND = {
+    "split": "It is equal on all ranks there; write the dimension without the axis, or slice it with sl.reshard",
+    "equal": "all_gather it over `{a}` first, or name the axis on the dimension that it splits",
+    "sum": "psum or psum_scatter it over `{a}` first, or write `+{a}`",
+}
+
+
+def resolve(spec: Spec, here: Region) -> Spec:
+    """Groups as plain axes; an unknown axis is an error."""
+    return spec.resolve(lambda a: here.mesh.expand(a))
+
+
+def failure(text: str, span: tuple[int, int], message: str, note: str = "") -> SpecError:
+    """An error that shows the pattern, the sizes bound so far and the mesh."""
+    here = region()
+    return SpecError(f"{message}\n{caret(text, *span, note)}\n  sizes:   {sizes(here.sizes)}; mesh {here.mesh.name.replace(',', ' ')}")
+
+
+def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dict[str, int]) -> None:
+    """Bind each name to its global size: one size within a pattern, and across patterns within one function."""
+    for dim, n in zip(spec.dims, shape, strict=True):
+        if dim.name == "_" or dim.parts:
+            continue
+        size = n * layout.parts(dim, here.mesh.shape)
+        known = local.get(dim.name)
+        if known is None and not dim.name.isdigit():
+            known = here.sizes.get(dim.name, size)
+        if known is not None and known not in (size, -1):
+            where = "in this pattern" if dim.name in local else f"by {here.bound_by.get(dim.name, 'an argument')}"
+            raise failure(text, dim.span, f"`{dim.name}` is {size} here, it was bound to {known} {where}",
+                          f"{n} on this rank" + (f", split over {'/'.join(dim.axes)}" if dim.axes else ""))  # fmt: skip
+        local[dim.name] = size
+        if not dim.name.isdigit() and here.sizes.get(dim.name) != -1:
+            here.sizes[dim.name] = size
+            here.bound_by.setdefault(dim.name, f"`{text}`")
+
+
+def check_operand(
+    spec: Spec, x: Tensor, text: str, axes: Collection[str] | None = None, local: dict[str, int] | None = None
+) -> Spec:
+    """Check one operand against its spec; returns the spec for its dimensions, groups resolved.
+
+    `/a` wants a varying value, `+a` a pending one (or varying, which writing it states to be a sum); an axis in `axes`
+    (those that the pattern names anywhere) which the operand omits wants an equal one. `local`: sizes of the pattern.
+    """
+    here = region()
+    if not isinstance(x, Tensor):
+        raise failure(text, _span(spec), f"a tensor is needed for `{spec}`, found {type(x).__name__}")
+    spec = resolve(spec, here)
+    if len(spec.dims) != x.dim() and not (spec.has_ellipsis and x.dim() >= len(spec.dims) - 1):
+        raise failure(text, _span(spec), f"`{spec}` names {len(spec.dims)} dimension(s), the value has {x.dim()}: {tuple(x.shape)}")
+    spec = spec.expand(x.dim())
+    kind = here.type_of(x)
+    for axis, letter in zip(here.mesh.shape, kind):
+        if axis in spec.split:
+            dim = next(d for d in spec.dims if axis in d.axes)
+            if letter != "V":
+                mend = _MEND["sum" if letter == "P" else "split"].format(a=axis)
+                raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, the value is {words(here, kind)}", mend)
+        elif axis in spec.pending:
+            if letter in "IR":
+                raise failure(text, _span(spec), f"`+{axis}` says a sum over `{axis}` is still to be made, the value is {words(here, kind)}",
+                              "it has been made already, or the value is equal on all ranks")  # fmt: skip
+        elif axes is not None and axis in axes and letter in "VP":
+            mend = _MEND["sum" if letter == "P" else "equal"].format(a=axis)
+            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, the value is {words(here, kind)}", mend)
+    bind(here, spec, tuple(x.shape), text, {} if local is None else local)
+    return spec
+
+
+def state_sum(spec: Spec, x: Tensor) -> Tensor:
+    """`x` with the axes that `spec` writes with `+` pending."""
+    here = region()
+    return c._pending(x, tuple(a for a in spec.pending if here.over(x, a) == "V"))
+
+
+def moved(src: Spec, dst: Spec, text: str) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, tuple[str, ...]]]]:
+    """Which axes leave and which join each dimension: (dim, axes) pairs. Chains may change only at their end."""
+    if src.names != dst.names:
+        raise failure(text, _span(dst), f"the dimensions must stay as they are: `{' '.join(src.names)}` on the left",
+                      "collectives do not permute; sl.rearrange does")  # fmt: skip
+    left, joined = [], []
+    for i, (a, b) in enumerate(zip(src.dims, dst.dims)):
+        k = len(_common(a, b))
+        if a.axes[k:] and b.axes[k:]:
+            raise failure(text, b.span, f"`{a}` -> `{b}` changes the chain of axes in the middle", "only the end of a chain can change; sl.reshard does the rest")
+        left += [(i, a.axes[k:])] * bool(a.axes[k:])
+        joined += [(i, b.axes[k:])] * bool(b.axes[k:])
+    return left, joined
+
+
+def _common(a: Dim, b: Dim) -> tuple[str, ...]:
+    k = 0
+    while k < min(len(a.axes), len(b.axes)) and a.axes[k] == b.axes[k]:
+        k += 1
+    return a.axes[:k]
+
+
+def _span(spec: Spec) -> tuple[int, int]:
+    return (spec.dims[0].span[0], spec.dims[-1].span[1]) if spec.dims else (0, 1)

@@ -1,0 +1,391 @@
+"""All ranks of a simulated mesh in one process, with true numerics.
+
+Two executors share what a collective does (`combine`). `run_threads` runs any Python: a thread per rank, one running at
+a time, and the baton changes hands only in collectives, so a deadlock is seen the moment no rank can go on.
+`run_lockstep` runs a traced graph in one thread: a generator per rank, written from the graph, that yields at collectives.
+"""
+
+import contextvars
+import itertools
+import operator
+import os
+import re
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode  # the layer below autograd and functorch has no public name
+
+from shardlib.errors import MeshError, RankError, ShardError, listing
+from shardlib.mesh import Mesh
+from shardlib.wire import MEET, OWN, Args, by_rank, combine, describe, differ, named, wait
+
+_INSIDE = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>", "<lockstep")
+_VARIABLE = re.compile(r"\bv\d+\b")
+
+
+@lru_cache(maxsize=1024)
+def _members(mesh: Mesh, group: str) -> tuple[tuple[int, ...], ...]:
+    name, _, axes = group.rpartition("/")
+    names = axes.split(",") if axes else []
+    if name != mesh.name or any(a not in mesh.shape for a in names):
+        raise MeshError(f"a collective runs over the group `{group}`, which is none of {mesh!r}")
+    return tuple(mesh.members(r, names) for r in range(mesh.total))
+
+
+def _members_by_rank(mesh: Mesh, args: Args) -> tuple[tuple[int, ...], ...]:
+    """By rank, the members of its group; the group is the last string among an op's arguments."""
+    return _members(mesh, next(a for a in reversed(args) if isinstance(a, str)))
+
+
+def _raised(error: BaseException, where: str) -> BaseException:
+    """`error` itself with a note, where its type says what is wrong; else a RankError from it."""
+    if isinstance(error, ShardError) or not isinstance(error, Exception):
+        error.add_note(f"on {where}")
+        return error
+    out = RankError(f"{where} raised {type(error).__name__}: {error}")
+    out.__cause__ = error
+    return out
+
+
+# Threads.
+
+
+class _Stop(BaseException):
+    """Unwinds a rank because another one failed; no `except Exception` of the user keeps it."""
+
+
+_here = threading.local()
+
+
+def current_rank() -> int | None:
+    """The rank that this thread plays in `run_threads`, else None."""
+    return getattr(_here, "rank", None)
+
+
+class _Baton:
+    """Who runs, who waits, who is done. Only the thread that holds the baton touches it, so nothing else is locked."""
+
+    def __init__(self, mesh: Mesh, body: Callable[[int], None]) -> None:
+        self.mesh, self.body = mesh, body
+        self.ready = deque(range(mesh.total))  # can go on: not started yet, or the collective is done
+        self.threads: dict[int, threading.Thread] = {}
+        self.alive: set[int] = set()  # started and not finished
+        self.waiting: dict[int, tuple[Any, Args, tuple[int, ...]]] = {}  # rank: op, arguments, members
+        self.arrived: dict[tuple[int, ...], list[int]] = {}  # members: those of them that wait there
+        self.results: dict[int, Tensor] = {}
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.go = [threading.Lock() for _ in range(mesh.total)]  # released once to let the rank go on
+        self.over = threading.Lock()
+        for lock in (*self.go, self.over):
+            lock.acquire()
+
+    def wake(self, rank: int) -> None:
+        if rank in self.threads:
+            self.go[rank].release()
+            return
+        # started by whoever passes the baton, so that no interrupt of the main thread can fall between two starts
+        run = contextvars.copy_context().run
+        self.threads[rank] = thread = threading.Thread(target=run, args=(self.run, rank), name=f"rank {rank}", daemon=True)
+        self.alive.add(rank)
+        thread.start()
+
+    def run(self, rank: int) -> None:
+        try:
+            self.body(rank)
+        except _Stop:
+            pass
+        except BaseException as e:
+            self.fail(_raised(e, f"rank {rank}"))
+        self.alive.remove(rank)
+        if self.alive and not self.ready and not self.stopped:
+            self.fail(self.deadlock())
+        if self.stopped:
+            self.ready = deque(self.alive)  # they unwind one after the other; ranks not started never are
+        if self.ready:
+            self.wake(self.ready.popleft())
+        else:
+            self.over.release()
+
+    def fail(self, error: BaseException) -> None:
+        self.error, self.stopped = self.error or error, True
+
+    def meet(self, rank: int, target: Any, args: Args) -> Tensor:
+        """Wait until all members of the rank's group are in the same collective; the rank's result."""
+        if self.stopped:
+            raise _Stop
+        members = _members_by_rank(self.mesh, args)[rank]
+        self.waiting[rank] = target, args, members
+        here = self.arrived.setdefault(members, [])
+        here.append(rank)
+        op, first, _ = self.waiting[here[0]]
+        if op is not target or differ(target, first, args):
+            self.fail(RankError(f"ranks disagree on a collective:\n{by_rank({r: self.where(r) for r in here})}"))
+        elif len(here) == len(members):
+            del self.arrived[members]
+            results = MEET[target](len(members), [self.waiting.pop(r)[1] for r in members])
+            self.results.update(zip(members, results, strict=True))
+            self.ready.extend(here[:-1])
+        elif not self.ready:
+            self.fail(self.deadlock())
+        else:
+            self.wake(self.ready.popleft())
+            self.go[rank].acquire()
+        if self.stopped:
+            raise _Stop
+        return self.results.pop(rank)
+
+    def where(self, rank: int) -> str:
+        """The collective in which a rank waits, and the innermost line outside shardlib and torch that called it."""
+        target, args, _ = self.waiting[rank]
+        frame = sys._current_frames().get(self.threads[rank].ident or 0)  # the only way to see another thread's stack
+        while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+            frame = frame.f_back
+        return describe(target, args) + (f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else "")
+
+    def deadlock(self) -> RankError:
+        told = dict.fromkeys(range(self.mesh.total), "finished")
+        for rank, (_, _, members) in self.waiting.items():
+            told[rank] = f"{self.where(rank)}, waits for {named(set(members).difference(self.arrived[members]))}"
+        return RankError(f"deadlock: no rank can go on\n{by_rank(told)}")
+
+
+class _Wire(TorchDispatchMode):
+    """Below all that a rank's function enters: takes the collectives, passes on the rest."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; skipping costs a third of the time per op
+
+    def __init__(self, baton: _Baton, rank: int) -> None:
+        super().__init__()
+        self.baton, self.rank = baton, rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is wait.default:
+            return args[0]
+        if func in MEET:
+            return self.baton.meet(self.rank, func, args)
+        if func in OWN:
+            return OWN[func](_members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
+        if self.baton.stopped:
+            raise _Stop
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def run_threads(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
+    """`fn(*args[r])` for every rank r of a simulated mesh, each in a thread of its own, one running at a time.
+
+    Ranks take turns only at collectives and in a fixed order. Any Python goes: transforms of torch.func, plain backward,
+    shapes and branches that differ by rank (`current_rank`). The threads have the caller's context variables, grad mode,
+    default device and number of threads, not its modes. Raises the `ShardError` that a rank raised, with a note that
+    names the rank, a `RankError` from any other exception, and a `RankError` at once when ranks disagree on a collective
+    or none can go on; no thread is left behind.
+    """
+    if len(args) != mesh.total:
+        raise MeshError(f"arguments for {len(args)} ranks on {mesh!r}, which has {mesh.total}")
+    outputs: list[Any] = [None] * mesh.total
+    grad, inference, threads = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
+    device = torch.get_default_device()
+
+    def body(rank: int) -> None:
+        _here.rank = rank
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autograd.set_multithreading_enabled(False),  # no backward may wait in a thread that ranks share
+            device if device.type != "cpu" else nullcontext(),
+            _Wire(baton, rank),
+        ):
+            outputs[rank] = fn(*args[rank])
+
+    baton = _Baton(mesh, body)
+    with TorchDispatchMode():  # torch's flag "some mode is on" is global: threads must find it set, or may leave it set
+        baton.wake(baton.ready.popleft())
+        try:
+            baton.over.acquire()
+        except BaseException:  # an interrupt: the rank that runs stops at its next op, the others where they wait
+            baton.stopped = True
+            baton.over.acquire()
+            raise
+        finally:
+            for thread in baton.threads.values():
+                thread.join()
+    if baton.error is not None:
+        raise baton.error
+    return outputs
+
+
+# Lockstep.
+
+
+class _Writer:
+    """Writes graphs as generators, which take the rank, the module and its inputs, yield `((op, groups), arguments)` at
+    each collective, are sent its results by rank, and return the outputs.
+
+    Variables are `v0`; what is no int, bool, None or structure of them is a constant `k0`; comments name the nodes.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.count = mesh, itertools.count()
+        self.names: dict[str, Any] = {"attribute": lambda module, path: reduce(getattr, path.split("."), module)}
+        self.source: list[str] = []
+
+    def constant(self, value: Any) -> str:
+        self.names[name := f"k{next(self.count)}"] = value
+        return name
+
+    def expression(self, a: Any, env: Mapping[Node, str]) -> str:
+        if isinstance(a, Node):
+            return env[a]
+        if isinstance(a, (list, tuple)):
+            items = "".join(f"{self.expression(x, env)}, " for x in a)
+            return f"[{items}]" if isinstance(a, list) else f"({items})"
+        if isinstance(a, dict):
+            return f"{{{''.join(f'{self.constant(k)}: {self.expression(x, env)}, ' for k, x in a.items())}}}"
+        if isinstance(a, slice):
+            return f"slice{self.expression((a.start, a.stop, a.step), env)}"
+        return repr(a) if a is None or type(a) in (bool, int) else self.constant(a)
+
+    def value(self, node: Node, module: Any, env: Mapping[Node, str], path: str) -> tuple[str, str | None]:
+        """The expression of a node, and what is handed over in a list `a` to get it."""
+        target: Any = node.target
+        args = [self.expression(a, env) for a in node.args]
+        call = f"({', '.join([*args, *(f'{k}={self.expression(a, env)}' for k, a in node.kwargs.items())])})"
+        if target is wait.default:
+            return args[0], None
+        if node.op in ("get_attr", "call_module"):
+            part = f"attribute(m, {self.constant(target)})"
+            called = module.get_submodule(target) if node.op == "call_module" else None
+            if isinstance(called, GraphModule):
+                return f"yield from {self.graph(called, f'{path}{target}.')}(r, {part}, a)", ", ".join(args)
+            return part if called is None else part + call, None
+        if node.op != "call_function":
+            raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
+        if target in OWN:
+            index = self.constant([m.index(r) for r, m in enumerate(_members_by_rank(self.mesh, node.args))])
+            return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", None
+        if target in MEET:
+            groups = tuple(dict.fromkeys(_members_by_rank(self.mesh, node.args)))
+            return f"(yield {self.constant((target, groups))}, a).pop(r)", ", ".join(args)
+        return f"{args[0]}[{args[1]}]" if target is operator.getitem else self.constant(target) + call, None
+
+    def graph(self, module: Any, path: str = "") -> str:
+        """Write the generator of a graph, after those of the graphs that it calls; its name."""
+        *nodes, output = module.graph.nodes
+        env = {node: f"v{next(self.count)}" for node in nodes if node.op == "placeholder"}
+        lines: list[tuple[str, str, str | None, str]]  # variables, their value, what is handed over for it, comment
+        lines = [(f"[{', '.join(env.values())}]", "given", None, "the inputs")]
+        for node in nodes[len(env) :]:
+            text, given = self.value(node, module, env, path)
+            env[node] = text if _VARIABLE.fullmatch(text) else f"v{next(self.count)}"
+            if env[node] != text:
+                places = re.findall(r'File "(.+?)", line (\d+)', node.stack_trace or "")
+                user = [f" at {file}:{line}" for file, line in places if not file.startswith(_INSIDE)]
+                lines.append((env[node], text, given, f"node `{path}{node.name}`{''.join(user[-1:])}"))
+        result, name = self.expression(output.args[0], env), f"g{next(self.count)}"
+        last = {v: at for at, line in enumerate(lines) for v in _VARIABLE.findall(f"{line[:3]}")}
+        last |= dict.fromkeys(_VARIABLE.findall(result), len(lines))
+        self.source.append(f"def {name}(r, m, given):")
+        for at, (out, text, given, comment) in enumerate(lines):
+            free = [f"{v} = None" for v in dict.fromkeys(_VARIABLE.findall(f"{out} {text} {given}")) if last[v] == at]
+            hand = [] if given is None else [f"a = [{given}]", *free]
+            clear = ["given.clear()"] if at == 0 else []
+            self.source.append(f"    {'; '.join([*hand, f'{out} = {text}', *clear, *free])}  # {comment}")
+        self.source += [f"    return {result}", "    yield  # a generator even without collectives"]
+        return name
+
+
+_programs: WeakKeyDictionary[GraphModule, dict[str, tuple[list[str], Callable[..., Any], list[str]]]] = WeakKeyDictionary()
+
+
+def _program(mesh: Mesh, module: GraphModule) -> tuple[Callable[..., Generator[Any, Any, Any]], list[str]]:
+    """The generator of a graph for a mesh, and its source."""
+    code = [m.code for m in module.modules() if isinstance(m, GraphModule)]  # changes where a pass recompiles
+    held = _programs.setdefault(module, {})
+    if mesh.name not in held or held[mesh.name][0] != code:
+        writer = _Writer(mesh)
+        name = writer.graph(module)
+        exec(compile("\n".join(writer.source), f"<lockstep {id(writer)}>", "exec"), writer.names)
+        held[mesh.name] = code, writer.names[name], writer.source
+    return held[mesh.name][1:]
+
+
+def run_lockstep(
+    mesh: Mesh, module: GraphModule, inputs: Sequence[Any], equal: Mapping[int, Sequence[str]] | None = None
+) -> list[Any]:
+    """A traced graph on all ranks of a simulated mesh: `inputs[r]` is the list of rank r's inputs; the outputs by rank.
+
+    Lists of inputs are emptied and each value is dropped after its last use. Runs without autograd. `equal`: for the
+    output at a position, the axes over which ranks must hold the same bits (a NaN equals a NaN). Raises `RankError` where
+    they do not, and from what a node raises, naming the rank, the node and the user's line.
+    """
+    if len(inputs) != mesh.total:
+        raise MeshError(f"inputs for {len(inputs)} ranks on {mesh!r}, which has {mesh.total}")
+    start, source = _program(mesh, module)
+    ranks = [start(r, module, x if isinstance(x, list) else [*x]) for r, x in enumerate(inputs)]
+    outputs: list[Any] = []
+    rank, results = 0, None
+    try:
+        with torch.no_grad():
+            while not outputs:
+                asked = []
+                for rank, steps in enumerate(ranks):
+                    try:
+                        asked.append(steps.send(results))
+                    except StopIteration as end:
+                        outputs.append(end.value)
+                target, groups = asked[0][0] if asked else (None, ())
+                results = {}
+                for members in groups:
+                    rank, operands = members[0], [asked[r][1] for r in members]
+                    results.update(zip(members, combine(target, operands, members), strict=True))
+                    for handed in operands:
+                        handed.clear()
+    except Exception as e:
+        lines = [at for f, at in traceback.walk_tb(e.__traceback__) if f.f_code.co_filename == start.__code__.co_filename]
+        line = lines[-1] if lines else ranks[rank].gi_frame.f_lineno
+        raise _raised(e, f"rank {rank}, {source[line - 1].split('  # ')[-1]}") from e.__cause__
+    for position, axes in (equal or {}).items():
+        _check_equal(mesh, [x[position] if isinstance(x, (list, tuple)) else x for x in outputs], axes, position)
+    return outputs
+
+
+def _check_equal(mesh: Mesh, values: list[Any], axes: Sequence[str], position: int) -> None:
+    told = {}
+    for rank, x in enumerate(values):
+        first = mesh.members(rank, axes)[0]
+        if how := _difference(values[first], x):
+            told[rank] = f"{how} from rank {first}"
+    if told:
+        raise RankError(f"output {position} must be equal over {listing(axes)}, but is not:\n{by_rank(told)}")
+
+
+def _difference(a: Any, b: Any) -> str:
+    """How two values differ, empty if they hold the same bits."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return "" if a == b else f"differs ({b!r} and {a!r})"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"differs ({b.dtype}{list(b.shape)} and {a.dtype}{list(a.shape)})"
+    a, b = a.reshape(-1).contiguous(), b.reshape(-1).contiguous()
+    x, y = a.view(torch.uint8), b.view(torch.uint8)
+    if torch.equal(x, y):
+        return ""
+    at = (x != y).view(-1, a.element_size()).any(1) & ~(a.isnan() & b.isnan())
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    by = (a[at].to(wide) - b[at].to(wide)).abs()
+    return f"{len(by)} of {len(a)} elements differ by up to {by.max():.3g}" if len(by) else ""

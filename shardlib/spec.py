@@ -1,0 +1,268 @@
+"""The spec grammar: `"d_model/dp heads/tp d_head"`. Pure strings and tuples; knows nothing of tensors or meshes.
+
+    spec    :=  (dim | "..." )*  ("+" axis)*  ["@" memory]
+    dim     :=  name ("/" axis)*  |  "(" name* ")" ("/" axis)*        parentheses only in `rearrange`
+    pattern :=  spec ("," spec)* "->" spec ("," spec)*
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from shardlib.errors import SpecError, caret, nearest
+
+MEMORIES = ("device", "host", "disk")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")
+_AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension: its name, the mesh axes it is split over (major to minor), its parts if it is a `(a b)` group."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    def __str__(self) -> str:
+        return "/".join((self.name, *self.axes))
+
+
+ELLIPSIS = "..."
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec.
+
+    `auto` holds axes over which a layout wants the leaf cut at its largest dimension that divides (`zero`), before
+    the sizes are known. `stacked` counts leading dimensions that `stack` added: optimizers and files see one leaf a layer.
+    """
+
+    dims: tuple[Dim, ...]
+    pending: tuple[str, ...] = ()
+    memory: str = "device"
+    auto: tuple[str, ...] = ()
+    stacked: int = 0
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        tail = [f"+{a}" for a in self.pending] + [f"@{self.memory}"] * (self.memory != "device")
+        return " ".join([str(d) for d in self.dims] + tail)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(d.name for d in self.dims)
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The axes over which some dimension is split, in order of appearance."""
+        return tuple(a for d in self.dims for a in d.axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis the spec names: splits, then pending sums."""
+        return self.split + self.pending
+
+    @property
+    def has_ellipsis(self) -> bool:
+        return any(d.name == ELLIPSIS for d in self.dims)
+
+    def expand(self, ndim: int) -> "Spec":
+        """The spec for a tensor of `ndim` dimensions: `...` becomes as many unsplit, unnamed dimensions as needed."""
+        if not self.has_ellipsis:
+            return self
+        at, missing = self.names.index(ELLIPSIS), ndim - len(self.dims) + 1
+        if missing < 0:
+            raise SpecError(f"`{self}` names {len(self.dims) - 1} dimensions, the tensor has {ndim}")
+        return replace(self, dims=self.dims[:at] + tuple(Dim("_") for _ in range(missing)) + self.dims[at + 1 :])
+
+    def without(self, axes: Iterable[str]) -> "Spec":
+        """The spec with `axes` removed from every dimension, from the pending sums and from `auto`."""
+        drop = frozenset(axes)
+
+        def keep(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(a for a in names if a not in drop)
+
+        dims = tuple(replace(d, axes=keep(d.axes)) for d in self.dims)
+        return replace(self, dims=dims, pending=keep(self.pending), auto=keep(self.auto))
+
+    def with_pending(self, axes: Iterable[str]) -> "Spec":
+        """The spec with `axes` as further pending sums."""
+        return replace(self, pending=self.pending + tuple(a for a in axes if a not in self.pending))
+
+    def resolve(self, fn) -> "Spec":
+        """The spec with every axis replaced by the axes `fn` gives for it (a group by its axes)."""
+
+        def flat(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(b for a in names for b in fn(a))
+
+        if all(fn(a) == (a,) for a in self.axes + self.auto):
+            return self
+        dims = tuple(replace(d, axes=flat(d.axes)) for d in self.dims)
+        return replace(self, dims=dims, pending=flat(self.pending), auto=flat(self.auto))
+
+    def prepend(self, dims: "Spec") -> "Spec":
+        """The spec of a stack of such leaves: `dims` (as from `stack`) in front."""
+        text = f"{dims} {self}".strip()
+        return replace(self, dims=dims.dims + self.dims, stacked=self.stacked + len(dims.dims), text=text)
+
+    def unstack(self, count: int = 1) -> "Spec":
+        """The spec of one slice along the first `count` dimensions."""
+        return replace(self, dims=self.dims[count:], stacked=max(0, self.stacked - count), text="")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """`inputs -> outputs`, with the text for messages."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    text: str
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis that the string names anywhere."""
+        return frozenset(a for s in self.inputs + self.outputs for a in s.axes)
+
+
+def _fail(text: str, start: int, end: int, message: str, note: str = "") -> SpecError:
+    return SpecError(f"{message}\n{caret(text, start, end, note)}")
+
+
+class _Scanner:
+    """A cursor over one string; every error it makes shows the string."""
+
+    def __init__(self, text: str, start: int, end: int):
+        self.text, self.at, self.end = text, start, end
+
+    def skip(self) -> None:
+        match = _SPACE.match(self.text, self.at, self.end)
+        self.at = match.end() if match else self.at
+
+    def word(self, pattern: re.Pattern[str], what: str) -> str:
+        match = pattern.match(self.text, self.at, self.end)
+        if not match:
+            got = f"`{self.text[self.at]}`" if self.at < self.end else "the end"
+            raise _fail(self.text, self.at, self.at + 1, f"expected {what}, found {got}")
+        self.at = match.end()
+        return match.group()
+
+    def eat(self, token: str) -> bool:
+        hit = self.text.startswith(token, self.at, self.end)
+        self.at += len(token) * hit
+        return hit
+
+    def chain(self) -> tuple[str, ...]:
+        axes: list[str] = []
+        while self.eat("/"):
+            start = self.at
+            axes.append(self.word(_AXIS, "the name of a mesh axis after `/`"))
+            if axes[-1] in axes[:-1]:
+                raise _fail(self.text, start, self.at, f"axis `{axes[-1]}` splits the same dimension twice")
+        return tuple(axes)
+
+    def dims(self) -> Iterator[Dim]:
+        self.skip()
+        while self.at < self.end and self.text[self.at] not in "+@":
+            start = self.at
+            if self.eat(ELLIPSIS):
+                name, parts = ELLIPSIS, ()
+            elif self.eat("("):
+                self.skip()
+                inner: list[str] = []
+                while not self.eat(")"):
+                    inner.append(self.word(_NAME, "a dimension name or `)`"))
+                    self.skip()
+                parts = tuple(inner)
+                name = f"({' '.join(inner)})"
+            else:
+                name, parts = self.word(_NAME, "a dimension name"), ()
+            axes = self.chain()
+            if name == ELLIPSIS and axes:
+                raise _fail(self.text, start, self.at, "`...` stands for unsplit dimensions and takes no axis")
+            if self.at < self.end and not self.text[self.at].isspace():
+                raise _fail(self.text, self.at, self.at + 1, f"unexpected `{self.text[self.at]}`", "a space is missing?")
+            yield Dim(name, axes, parts, (start, self.at))
+            self.skip()
+
+    def spec(self) -> Spec:
+        begin, dims, seen = self.at, tuple(self.dims()), {}
+        for d in dims:
+            for a in d.axes:
+                if a in seen:
+                    raise _fail(self.text, *d.span, f"axis `{a}` splits two dimensions, `{seen[a]}` and `{d.name}`",
+                                "one axis can split one dimension of a tensor")  # fmt: skip
+                seen[a] = d.name
+        if sum(d.name == ELLIPSIS for d in dims) > 1:
+            raise _fail(self.text, *dims[-1].span, "`...` can stand once in a spec")
+        pending: list[str] = []
+        while self.eat("+"):
+            start = self.at
+            axis = self.word(_AXIS, "the name of a mesh axis after `+`")
+            if axis in pending or axis in seen:
+                how = "is pending twice" if axis in pending else f"splits `{seen[axis]}`; it cannot also be pending"
+                raise _fail(self.text, start, self.at, f"axis `{axis}` {how}")
+            pending.append(axis)
+            self.skip()
+        memory = "device"
+        if self.eat("@"):
+            start, memory = self.at, self.word(_AXIS, "a memory after `@`")
+            if memory not in MEMORIES:
+                raise _fail(self.text, start, self.at, f"unknown memory `{memory}`{nearest(memory, MEMORIES)}",
+                            "host or disk")  # fmt: skip
+            self.skip()
+        if self.at < self.end:
+            raise _fail(self.text, self.at, self.end, "nothing may follow the pending sums and the memory")
+        return Spec(dims, tuple(pending), memory, text=self.text[begin : self.end].strip())
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Spec:
+    """Parse one spec. Raises `SpecError` with a caret under the culprit."""
+    if not isinstance(text, str):
+        raise SpecError(f"a spec is a string such as 'd_model/dp heads/tp', not {text!r}")
+    return _Scanner(text, 0, len(text)).spec()
+
+
+def as_spec(spec: "str | Spec") -> Spec:
+    """A parsed spec from either form."""
+    return spec if isinstance(spec, Spec) else parse(spec)
+
+
+def _specs(text: str, start: int, end: int) -> tuple[Spec, ...]:
+    out = []
+    while True:
+        comma = text.find(",", start, end)
+        out.append(_Scanner(text, start, end if comma < 0 else comma).spec())
+        if comma < 0:
+            return tuple(out)
+        start = comma + 1
+
+
+@lru_cache(maxsize=4096)
+def parse_pattern(text: str, inputs: int | None = None, outputs: int | None = 1) -> Pattern:
+    """Parse `"a b/x, b/x c -> a c +x"`. `inputs` and `outputs`: how many specs each side must have."""
+    arrow = text.find("->")
+    if arrow < 0:
+        raise _fail(text, len(text), len(text) + 1, "a pattern needs `->`", "input -> output")
+    if text.find("->", arrow + 2) >= 0:
+        at = text.find("->", arrow + 2)
+        raise _fail(text, at, at + 2, "a pattern has one `->`")
+    left, right = _specs(text, 0, arrow), _specs(text, arrow + 2, len(text))
+    for side, want, got, span in (("left", inputs, left, (0, arrow)), ("right", outputs, right, (arrow + 2, len(text)))):
+        if want is not None and len(got) != want:
+            raise _fail(text, *span, f"{want} spec(s) expected on the {side} of `->`, found {len(got)}")
+    return Pattern(left, right, text)
+
+
+@lru_cache(maxsize=4096)
+def parse_list(text: str, count: int) -> tuple[Spec, ...]:
+    """Parse `"batch/dp seq vocab/tp, batch/dp seq"`: `count` specs separated by commas."""
+    found = _specs(text, 0, len(text))
+    if len(found) != count:
+        raise _fail(text, 0, len(text), f"{count} specs separated by commas expected, found {len(found)}")
+    return found

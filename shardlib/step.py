@@ -1,0 +1,119 @@
+"""The train step: a pure function `(state, batch) -> (state, metrics)` from a loss, an optimizer and a layout."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import random, tree
+from shardlib.accumulate import accumulated, cut, entering, planned
+from shardlib.autodiff import value_and_grad
+from shardlib.mean import Mean, divide, whole
+from shardlib.norms import global_norm, scaled_to
+from shardlib.optim.base import Optimizer, apply_updates, learning_rate
+from shardlib.shard_map import shard_map
+from shardlib.state import gather, reshard, shard
+from shardlib.tree import pytree
+from shardlib.types import padding_allowed
+from shardlib.zero import Layout, layout_of
+
+
+@pytree
+class State:
+    """What a train step carries. `step`: updates so far; `key`: the root of the random keys; `extra`: the loss's own."""
+
+    step: Tensor
+    params: Any
+    opt: Any
+    key: Tensor
+    scale: Any
+    extra: Any
+
+
+def step(
+    loss: Callable[..., Any],
+    optimizer: Optimizer,
+    *,
+    layout: Layout | None = None,
+    accumulate: int | None = None,
+    microbatch: int | None = None,
+    clip: float | None = None,
+) -> Any:
+    """A train step: `(state, batch) -> (state, metrics)`, pure, with `.init(params, key=, extra=) -> State`.
+
+    `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
+    parameters. `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the
+    number of micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
+    """
+    grad_fn = value_and_grad(loss)
+    plan_for = planned(grad_fn, layout, accumulate, microbatch)
+
+    def run(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        plan = plan_for(state, batch)  # specs for every leaf, the loss's axes and weights; cached
+
+        def device(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+            key = random.fold_in(state.key, state.step)
+            params = entering(reshard(state.params, plan.layout.compute), plan.axes)
+            pieces = cut(batch, plan.dim, plan.count)
+            weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
+            seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
+            totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
+            grads = reshard(grads, plan.layout.opt)  # the reduction: one collective per leaf
+            norm = global_norm(grads)
+            with padding_allowed():
+                grads = grads if clip is None else scaled_to(grads, norm, clip)
+                old = reshard(state.params, plan.layout.opt)
+                updates, opt = optimizer.update(grads, state.opt, old)
+                new = reshard(apply_updates(old, updates), plan.layout.params)
+            value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
+            metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt), **aux.metrics}
+            opt = plan.same_leaves(opt, state.opt)
+            extra = state.extra if aux.extra is None else aux.extra
+            return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
+
+        new, metrics = shard_map(device, in_specs=None, out_specs=None)(state, batch)
+        return new, gather(metrics)
+
+    def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
+        lay = (layout or layout_of(tree.specs(params))).resolve(params)
+        with_opt = shard_map(_allowing_padding(optimizer.init), in_specs=None, out_specs=None)
+        zero = shard(torch.zeros((), dtype=torch.int64), "")
+        root = shard(random.key(0) if key is None else key, "key")
+        opt = with_opt(reshard(params, lay.opt))
+        return State(step=zero, params=reshard(params, lay.params), opt=opt, key=root, scale=None, extra=extra)
+
+    run.init = init  # type: ignore[attr-defined]
+    run.__name__ = getattr(loss, "__name__", "step")
+    return run
+
+
+def _allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        with padding_allowed():
+            return f(x)
+
+    return run
+
+
+def evaluate(loss: Callable[..., Any], *, layout: Layout | None = None) -> Callable[..., Any]:
+    """`(params, batch) -> (Mean, metrics)`: the loss forward only, with totals and weights summed over all ranks.
+
+    Means of several batches add up: `sum(valid(params, b)[0] for b in batches).value`.
+    """
+    grad_fn = value_and_grad(loss)
+
+    def run(params: Any, batch: Any, *, key: Tensor | None = None, extra: Any = None) -> tuple[Any, dict[str, Any]]:
+        lay = (layout or layout_of(tree.specs(params))).resolve(params)
+
+        def device(params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
+            mean, aux = grad_fn.forward(reshard(params, lay.compute), batch, key=key, extra=extra)
+            return mean.summed().terms, {k: v.value if hasattr(v, "value") else whole(v) for k, v in (aux.metrics or {}).items()}
+
+        terms, metrics = shard_map(device, in_specs=None, out_specs=None)(params, batch, key, extra)
+        return Mean._of_terms(gather(terms)), gather(metrics)
+
+    run.__name__ = getattr(loss, "__name__", "evaluate")
+    return run

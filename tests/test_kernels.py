@@ -1,0 +1,127 @@
+"""Kernels: the ops against their references and float64, the fakes, the Triton bodies where Triton is, the wheel."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardlib.kernels import rms_norm as kernel
+
+ROOT = Path(__file__).parents[1]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(3, 5, 96), (4, 128), (1, 1), (0, 8), (7,)]
+EPS = 1e-5
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x and scale."""
+    make = torch.Generator().manual_seed(0)
+    dy, x = (torch.randn(shape, generator=make, dtype=torch.float64).to(device, dtype) for _ in range(2))
+    return dy, x, (torch.rand(shape[-1], generator=make, dtype=torch.float64) + 0.5).to(device, dtype)
+
+
+def in_float64(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dscale by torch's own RMSNorm and autograd."""
+    x, scale = x.double().requires_grad_(), scale.double().requires_grad_()
+    y = F.rms_norm(x, x.shape[-1:], scale, EPS)
+    dx, dscale = torch.autograd.grad(y, (x, scale), dy.double())
+    return y.detach(), dx, dscale
+
+
+def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
+    """As close to the exact value as its dtype can be, but for the last bits of the computation in float32."""
+    unit = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), exact, rtol=unit, atol=8 * min(unit, 1.2e-7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cpu_op_equals_reference_and_float64(shape, dtype):
+    dy, x, scale = operands(shape, dtype)
+    y, rstd = torch.ops.shardlib.rms_norm(x, scale, EPS)
+    dx, dscale = torch.ops.shardlib.rms_norm_backward(dy, x, scale, rstd)
+    for got, plain in zip((y, rstd), kernel.reference(x, scale, EPS), strict=True):
+        assert torch.equal(got, plain)
+    for got, plain in zip((dx, dscale), kernel.reference_backward(dy, x, scale, rstd), strict=True):
+        assert torch.equal(got, plain)
+    for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
+        assert got.dtype == dtype
+        assert_rounded_once(got, exact)
+
+
+def test_transposed_operands():
+    dy, x, scale = operands((6, 4), torch.float64)
+    dy, x, scale = dy.T, x.T, operands((1, 6), torch.float64)[2]
+    y, rstd = kernel.rms_norm(x, scale, EPS)
+    dx, dscale = kernel.rms_norm_backward(dy, x, scale, rstd)
+    for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
+        assert_rounded_once(got, exact)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_registration(shape):
+    """torch's own checks: the schema is true, the fakes agree with the ops in shape, dtype and stride."""
+    for dtype in (torch.float64, torch.bfloat16):
+        dy, x, scale = operands(shape, dtype)
+        rstd = kernel.rms_norm(x, scale, EPS)[1]
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(kernel.rms_norm, (x, scale, EPS), test_utils=checks)
+        torch.library.opcheck(kernel.rms_norm_backward, (dy, x, scale, rstd), test_utils=checks)
+
+
+def test_trace_keeps_each_op_whole():
+    def both(dy, x, scale):
+        y, rstd = kernel.rms_norm(x, scale, EPS)
+        return y, *kernel.rms_norm_backward(dy, x, scale, rstd)
+
+    graph = make_fx(both, tracing_mode="fake")(*operands((4, 8), torch.float32)).graph
+    ops = [str(node.target) for node in graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
+    assert ops == ["shardlib.rms_norm.default", "shardlib.rms_norm_backward.default"]
+
+
+def check_triton(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    dy, x, scale = operands(shape, dtype, device)
+    y, rstd = kernel.triton_forward(x, scale, EPS)
+    dx, dscale = kernel.triton_backward(dy, x, scale, rstd)
+    for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
+        assert got.dtype == dtype
+        assert_rounded_once(got, exact)
+
+
+@pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
+def test_triton_in_its_interpreter():
+    """In a process of its own: Triton reads TRITON_INTERPRET where a body is decorated."""
+    program = "import test_kernels as t; [t.check_triton(s, d, 'cpu') for s in t.SHAPES for d in t.DTYPES]"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 1024), (3, 5000)], ids=str)
+def test_triton_on_a_gpu(shape, dtype):
+    check_triton(shape, dtype, "cuda")
+
+
+def test_wheel_holds_the_kernels(tmp_path):
+    """The symbolic link shardlib/kernels becomes real files in the wheel, and no package `kernels` comes of it."""
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    for folder in ("shardlib", "kernels"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    build = [sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "--wheel-dir", wheels], check=True, capture_output=True)
+    names = zipfile.ZipFile(next(wheels.iterdir())).namelist()
+    assert "shardlib/kernels/rms_norm.py" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"shardlib"}
