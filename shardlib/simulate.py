@@ -2,7 +2,7 @@
 
 Two executors share what a collective does (`combine`). `run_threads` runs any Python: a thread per rank, one running at
 a time, and the baton changes hands only in collectives, so a deadlock is seen the moment no rank can go on.
-`run_lockstep` runs a traced graph in one thread: a generator per rank, written from the graph, that yields at collectives.
+`run_lockstep` runs a traced graph in one thread: a generator per rank, written from the graph, yields at collectives.
 """
 
 import contextvars
@@ -14,10 +14,10 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,24 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the layer below au
 
 from shardlib.errors import MeshError, RankError, ShardError, listing
 from shardlib.mesh import Mesh
-from shardlib.wire import MEET, OWN, Args, by_rank, combine, describe, differ, named, wait
+from shardlib.wire import MEET, OWN, Args, by_rank, combine, describe, differ, members_by_rank, named, wait
 
 _INSIDE = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>", "<lockstep")
 _VARIABLE = re.compile(r"\bv\d+\b")
-
-
-@lru_cache(maxsize=1024)
-def _members(mesh: Mesh, group: str) -> tuple[tuple[int, ...], ...]:
-    name, _, axes = group.rpartition("/")
-    names = axes.split(",") if axes else []
-    if name != mesh.name or any(a not in mesh.shape for a in names):
-        raise MeshError(f"a collective runs over the group `{group}`, which is none of {mesh!r}")
-    return tuple(mesh.members(r, names) for r in range(mesh.total))
-
-
-def _members_by_rank(mesh: Mesh, args: Args) -> tuple[tuple[int, ...], ...]:
-    """By rank, the members of its group; the group is the last string among an op's arguments."""
-    return _members(mesh, next(a for a in reversed(args) if isinstance(a, str)))
 
 
 def _raised(error: BaseException, where: str) -> BaseException:
@@ -55,9 +41,6 @@ def _raised(error: BaseException, where: str) -> BaseException:
     out = RankError(f"{where} raised {type(error).__name__}: {error}")
     out.__cause__ = error
     return out
-
-
-# Threads.
 
 
 class _Stop(BaseException):
@@ -96,9 +79,9 @@ class _Baton:
             return
         # started by whoever passes the baton, so that no interrupt of the main thread can fall between two starts
         run = contextvars.copy_context().run
-        self.threads[rank] = thread = threading.Thread(target=run, args=(self.run, rank), name=f"rank {rank}", daemon=True)
+        self.threads[rank] = threading.Thread(target=run, args=(self.run, rank), name=f"rank {rank}", daemon=True)
         self.alive.add(rank)
-        thread.start()
+        self.threads[rank].start()
 
     def run(self, rank: int) -> None:
         try:
@@ -124,7 +107,7 @@ class _Baton:
         """Wait until all members of the rank's group are in the same collective; the rank's result."""
         if self.stopped:
             raise _Stop
-        members = _members_by_rank(self.mesh, args)[rank]
+        members = members_by_rank(self.mesh, args)[rank]
         self.waiting[rank] = target, args, members
         here = self.arrived.setdefault(members, [])
         here.append(rank)
@@ -179,7 +162,7 @@ class _Wire(TorchDispatchMode):
         if func in MEET:
             return self.baton.meet(self.rank, func, args)
         if func in OWN:
-            return OWN[func](_members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
+            return OWN[func](members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
         if self.baton.stopped:
             raise _Stop
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -188,11 +171,11 @@ class _Wire(TorchDispatchMode):
 def run_threads(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
     """`fn(*args[r])` for every rank r of a simulated mesh, each in a thread of its own, one running at a time.
 
-    Ranks take turns only at collectives and in a fixed order. Any Python goes: transforms of torch.func, plain backward,
-    shapes and branches that differ by rank (`current_rank`). The threads have the caller's context variables, grad mode,
-    default device and number of threads, not its modes. Raises the `ShardError` that a rank raised, with a note that
-    names the rank, a `RankError` from any other exception, and a `RankError` at once when ranks disagree on a collective
-    or none can go on; no thread is left behind.
+    Ranks take turns at collectives only, in a fixed order. Any Python goes: transforms of torch.func, plain backward,
+    shapes and branches that differ by rank (`current_rank`). The threads have the caller's context variables, grad
+    mode, default device and number of threads, not its modes. Raises a rank's `ShardError` with a note that names the
+    rank, a `RankError` from any other exception, and `RankError` at once when ranks disagree on a collective or none
+    can go on. No thread is left behind.
     """
     if len(args) != mesh.total:
         raise MeshError(f"arguments for {len(args)} ranks on {mesh!r}, which has {mesh.total}")
@@ -230,9 +213,6 @@ def run_threads(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]
     return outputs
 
 
-# Lockstep.
-
-
 class _Writer:
     """Writes graphs as generators, which take the rank, the module and its inputs, yield `((op, groups), arguments)` at
     each collective, are sent its results by rank, and return the outputs.
@@ -261,68 +241,69 @@ class _Writer:
             return f"slice{self.expression((a.start, a.stop, a.step), env)}"
         return repr(a) if a is None or type(a) in (bool, int) else self.constant(a)
 
-    def value(self, node: Node, module: Any, env: Mapping[Node, str], path: str) -> tuple[str, str | None]:
-        """The expression of a node, and what is handed over in a list `a` to get it."""
+    def value(self, node: Node, module: Any, env: Mapping[Node, str], path: str) -> tuple[str, str]:
+        """The expression of a node, and the statement before it that hands over its operands, if they are."""
         target: Any = node.target
         args = [self.expression(a, env) for a in node.args]
         call = f"({', '.join([*args, *(f'{k}={self.expression(a, env)}' for k, a in node.kwargs.items())])})"
-        if target is wait.default:
-            return args[0], None
-        if node.op in ("get_attr", "call_module"):
-            part = f"attribute(m, {self.constant(target)})"
-            called = module.get_submodule(target) if node.op == "call_module" else None
-            if isinstance(called, GraphModule):
-                return f"yield from {self.graph(called, f'{path}{target}.')}(r, {part}, a)", ", ".join(args)
-            return part if called is None else part + call, None
+        hand = f"a = [{', '.join(args)}]"
+        if node.op == "get_attr":
+            return f"attribute(m, {self.constant(target)})", ""
+        if node.op == "call_module":
+            called = self.graph(module.get_submodule(target), f"{path}{target}.")
+            return f"yield from {called}(r, attribute(m, {self.constant(target)}), a)", hand
         if node.op != "call_function":
             raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
+        if target is wait.default:
+            return args[0], ""
+        if target is operator.getitem:
+            return f"{args[0]}[{args[1]}]", ""
         if target in OWN:
-            index = self.constant([m.index(r) for r, m in enumerate(_members_by_rank(self.mesh, node.args))])
-            return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", None
+            index = self.constant([m.index(r) for r, m in enumerate(members_by_rank(self.mesh, node.args))])
+            return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", ""
         if target in MEET:
-            groups = tuple(dict.fromkeys(_members_by_rank(self.mesh, node.args)))
-            return f"(yield {self.constant((target, groups))}, a).pop(r)", ", ".join(args)
-        return f"{args[0]}[{args[1]}]" if target is operator.getitem else self.constant(target) + call, None
+            groups = tuple(dict.fromkeys(members_by_rank(self.mesh, node.args)))
+            return f"(yield {self.constant((target, groups))}, a).pop(r)", hand
+        return self.constant(target) + call, ""
 
     def graph(self, module: Any, path: str = "") -> str:
         """Write the generator of a graph, after those of the graphs that it calls; its name."""
         *nodes, output = module.graph.nodes
         env = {node: f"v{next(self.count)}" for node in nodes if node.op == "placeholder"}
-        lines: list[tuple[str, str, str | None, str]]  # variables, their value, what is handed over for it, comment
-        lines = [(f"[{', '.join(env.values())}]", "given", None, "the inputs")]
-        for node in nodes[len(env) :]:
-            text, given = self.value(node, module, env, path)
+        # variables, their value, the statement that hands over for it, a comment
+        lines = [(f"[{', '.join(env.values())}]", "given", "", "the inputs")]
+        for node in [n for n in nodes if n not in env]:
+            text, hand = self.value(node, module, env, path)
             env[node] = text if _VARIABLE.fullmatch(text) else f"v{next(self.count)}"
             if env[node] != text:
                 places = re.findall(r'File "(.+?)", line (\d+)', node.stack_trace or "")
                 user = [f" at {file}:{line}" for file, line in places if not file.startswith(_INSIDE)]
-                lines.append((env[node], text, given, f"node `{path}{node.name}`{''.join(user[-1:])}"))
+                lines.append((env[node], text, hand, f"node `{path}{node.name}`{''.join(user[-1:])}"))
         result, name = self.expression(output.args[0], env), f"g{next(self.count)}"
-        last = {v: at for at, line in enumerate(lines) for v in _VARIABLE.findall(f"{line[:3]}")}
-        last |= dict.fromkeys(_VARIABLE.findall(result), len(lines))
+        names = [dict.fromkeys(_VARIABLE.findall(" ".join(line[:3]))) for line in lines]
+        last = {v: at for at, line in enumerate([*names, _VARIABLE.findall(result)]) for v in line}
         self.source.append(f"def {name}(r, m, given):")
-        for at, (out, text, given, comment) in enumerate(lines):
-            free = [f"{v} = None" for v in dict.fromkeys(_VARIABLE.findall(f"{out} {text} {given}")) if last[v] == at]
-            hand = [] if given is None else [f"a = [{given}]", *free]
-            clear = ["given.clear()"] if at == 0 else []
-            self.source.append(f"    {'; '.join([*hand, f'{out} = {text}', *clear, *free])}  # {comment}")
+        for at, (out, text, hand, comment) in enumerate(lines):
+            free = [f"{v} = None" for v in names[at] if last[v] == at]
+            code = [*([hand, *free] if hand else []), f"{out} = {text}", *([] if at else ["given.clear()"]), *free]
+            self.source.append(f"    {'; '.join(code)}  # {comment}")
         self.source += [f"    return {result}", "    yield  # a generator even without collectives"]
         return name
 
 
-_programs: WeakKeyDictionary[GraphModule, dict[str, tuple[list[str], Callable[..., Any], list[str]]]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[GraphModule, dict[str, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
-def _program(mesh: Mesh, module: GraphModule) -> tuple[Callable[..., Generator[Any, Any, Any]], list[str]]:
-    """The generator of a graph for a mesh, and its source."""
-    code = [m.code for m in module.modules() if isinstance(m, GraphModule)]  # changes where a pass recompiles
+def _program(mesh: Mesh, module: GraphModule) -> tuple[Any, ...]:
+    """The code of a graph and the graphs in it, which changes when a pass recompiles, its generator, and its source."""
+    code = [m.code for m in module.modules() if isinstance(m, GraphModule)]
     held = _programs.setdefault(module, {})
     if mesh.name not in held or held[mesh.name][0] != code:
         writer = _Writer(mesh)
         name = writer.graph(module)
         exec(compile("\n".join(writer.source), f"<lockstep {id(writer)}>", "exec"), writer.names)
         held[mesh.name] = code, writer.names[name], writer.source
-    return held[mesh.name][1:]
+    return held[mesh.name]
 
 
 def run_lockstep(
@@ -331,12 +312,12 @@ def run_lockstep(
     """A traced graph on all ranks of a simulated mesh: `inputs[r]` is the list of rank r's inputs; the outputs by rank.
 
     Lists of inputs are emptied and each value is dropped after its last use. Runs without autograd. `equal`: for the
-    output at a position, the axes over which ranks must hold the same bits (a NaN equals a NaN). Raises `RankError` where
-    they do not, and from what a node raises, naming the rank, the node and the user's line.
+    output at a position, the axes over which ranks must hold the same bits (a NaN equals a NaN). Raises `RankError`
+    where they do not, and from what a node raises, naming the rank, the node and the user's line.
     """
     if len(inputs) != mesh.total:
         raise MeshError(f"inputs for {len(inputs)} ranks on {mesh!r}, which has {mesh.total}")
-    start, source = _program(mesh, module)
+    _, start, source = _program(mesh, module)
     ranks = [start(r, module, x if isinstance(x, list) else [*x]) for r, x in enumerate(inputs)]
     outputs: list[Any] = []
     rank, results = 0, None
@@ -344,9 +325,9 @@ def run_lockstep(
         with torch.no_grad():
             while not outputs:
                 asked = []
-                for rank, steps in enumerate(ranks):
+                for rank in range(mesh.total):
                     try:
-                        asked.append(steps.send(results))
+                        asked.append(ranks[rank].send(results))
                     except StopIteration as end:
                         outputs.append(end.value)
                 target, groups = asked[0][0] if asked else (None, ())
@@ -357,30 +338,25 @@ def run_lockstep(
                     for handed in operands:
                         handed.clear()
     except Exception as e:
-        lines = [at for f, at in traceback.walk_tb(e.__traceback__) if f.f_code.co_filename == start.__code__.co_filename]
-        line = lines[-1] if lines else ranks[rank].gi_frame.f_lineno
-        raise _raised(e, f"rank {rank}, {source[line - 1].split('  # ')[-1]}") from e.__cause__
+        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(e.__traceback__)]
+        lines = [line for file, line in frames if file == start.__code__.co_filename] or [ranks[rank].gi_frame.f_lineno]
+        raise _raised(e, f"rank {rank}, {source[lines[-1] - 1].split('  # ')[-1]}") from e.__cause__
     for position, axes in (equal or {}).items():
         _check_equal(mesh, [x[position] if isinstance(x, (list, tuple)) else x for x in outputs], axes, position)
     return outputs
 
 
 def _check_equal(mesh: Mesh, values: list[Any], axes: Sequence[str], position: int) -> None:
-    told = {}
-    for rank, x in enumerate(values):
-        first = mesh.members(rank, axes)[0]
-        if how := _difference(values[first], x):
-            told[rank] = f"{how} from rank {first}"
+    first = [mesh.members(rank, axes)[0] for rank in range(mesh.total)]
+    told = {r: f"{how} rank {first[r]}" for r, x in enumerate(values) if (how := _difference(x, values[first[r]]))}
     if told:
         raise RankError(f"output {position} must be equal over {listing(axes)}, but is not:\n{by_rank(told)}")
 
 
 def _difference(a: Any, b: Any) -> str:
-    """How two values differ, empty if they hold the same bits."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return "" if a == b else f"differs ({b!r} and {a!r})"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"differs ({b.dtype}{list(b.shape)} and {a.dtype}{list(a.shape)})"
+    """How `a` differs from what is to hold the same bits, if it does."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else "is no match for that of"
     a, b = a.reshape(-1).contiguous(), b.reshape(-1).contiguous()
     x, y = a.view(torch.uint8), b.view(torch.uint8)
     if torch.equal(x, y):
@@ -388,4 +364,4 @@ def _difference(a: Any, b: Any) -> str:
     at = (x != y).view(-1, a.element_size()).any(1) & ~(a.isnan() & b.isnan())
     wide = torch.complex128 if a.is_complex() else torch.float64
     by = (a[at].to(wide) - b[at].to(wide)).abs()
-    return f"{len(by)} of {len(a)} elements differ by up to {by.max():.3g}" if len(by) else ""
+    return f"differs by up to {by.max():.3g} in {len(by)} of {len(a)} elements from" if len(by) else ""

@@ -6,13 +6,15 @@ all ranks share one graph. Every function takes the group's size, so that tracin
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlib.errors import RankError, listing
+from shardlib.errors import MeshError, RankError, listing
+from shardlib.mesh import Mesh
 
 _ops = torch.ops._c10d_functional
 wait = _ops.wait_tensor
@@ -25,7 +27,8 @@ _lib.define("permute(Tensor x, int[] source, str group) -> Tensor")
 
 def resolve(group: str) -> dist.ProcessGroup:
     """The process group registered under a name."""
-    return torch._C._distributed_c10d._resolve_process_group(group)  # functional collectives have no public look-up
+    registry: Any = dist.distributed_c10d  # where functional collectives look names up; there is no public way
+    return registry._resolve_process_group(group)
 
 
 def all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
@@ -206,6 +209,20 @@ def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None =
         told = dict(zip(ranks or range(len(operands)), (describe(target, args) for args in operands), strict=True))
         raise RankError(f"ranks disagree on a collective:\n{by_rank(told)}")
     return MEET[target](len(operands), operands)
+
+
+@lru_cache(maxsize=1024)
+def _members(mesh: Mesh, group: str) -> tuple[tuple[int, ...], ...]:
+    name, _, axes = group.rpartition("/")
+    names = axes.split(",") if axes else []
+    if name != mesh.name or any(a not in mesh.shape for a in names):
+        raise MeshError(f"a collective runs over the group `{group}`, which is none of {mesh!r}")
+    return tuple(mesh.members(r, names) for r in range(mesh.total))
+
+
+def members_by_rank(mesh: Mesh, args: Args) -> tuple[tuple[int, ...], ...]:
+    """By rank, the members of its group, which is the last string among an op's arguments and named by `Mesh.group`."""
+    return _members(mesh, next(a for a in reversed(args) if isinstance(a, str)))
 
 
 def differ(target: Any, a: Args, b: Args) -> bool:

@@ -74,7 +74,7 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str) 
                 f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
                 f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
             ) from e
-    return clean(module)
+        return clean(module)
 
 
 def typed(f: Callable[..., Any], mesh: Mesh, metas: Sequence[Meta], name: str) -> tuple[GraphModule, list[Meta], Any]:
@@ -122,6 +122,7 @@ def called(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
             module, results, structure = typed(lambda *xs: f(*tree.unflatten(treedef, xs)), here.mesh, metas, name)
             target = name if name not in [t for t, _, _ in calls.values()] else f"{name}_{len(calls)}"
             mode.tracer.root.add_module(target, module)
+            mode.tracer.graph.owning_module = mode.tracer.root  # where torch's dead-code check looks modules up
             calls[key] = (target, results, structure)
         target, results, structure = calls[key]
         return tree.unflatten(structure, _emit(mode, here, target, flat, results))
@@ -132,9 +133,10 @@ def called(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
 def _emit(mode: Any, here: Region, target: str, args: list[Tensor], results: list[Meta]) -> list[Tensor]:
     proxies = tuple(mode.tracer.unwrap_proxy(x) for x in args)
     out = mode.tracer.create_proxy("call_module", target, proxies, {})
-    with disable_proxy_modes_tracing(), paused():
-        fakes = [m.empty() for m in results]
-    track_tensor_tree(fakes, out, constant=None, tracer=mode.tracer)
+    with paused():
+        with disable_proxy_modes_tracing():
+            fakes = [m.empty() for m in results]
+        track_tensor_tree(fakes, out, constant=None, tracer=mode.tracer)
     return [m.label(here, x) for m, x in zip(results, fakes, strict=True)]
 
 

@@ -1,0 +1,184 @@
+"""Programs: a graph and the graphs it calls; how they run, and what they send."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.fx.passes.split_module import split_module
+
+from shardlib.errors import SpecError, listing
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+BACKENDS = ("graph", "inductor")
+_OPS = {
+    "_c10d_functional::all_reduce": "psum",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "psum_scatter",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "_c10d_functional::broadcast": "pbroadcast",
+    "shardlib::permute": "ppermute",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program. `bytes`: what each rank sends for it, by the usual ring algorithms."""
+
+    name: str
+    op: str
+    axis: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    graph: str
+    times: int = 1
+
+    @property
+    def scalar(self) -> bool:
+        """Whether it moves a single number."""
+        return math.prod(self.shape) == 1
+
+
+def collectives(module: GraphModule, graph: str = "step", times: int = 1) -> list[Collective]:
+    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    out: list[Collective] = []
+    called: dict[str, int] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            called[node.target] = called.get(node.target, 0) + 1
+    done: set[str] = set()
+    for node in module.graph.nodes:
+        if node.op == "call_module" and node.target not in done:
+            done.add(node.target)
+            out += collectives(module.get_submodule(node.target), node.target, times * called[node.target])  # type: ignore[arg-type]
+        name = _OPS.get(node.target._schema.name) if hasattr(node.target, "_schema") else None
+        if name is not None:
+            out.append(_collective(node, name, graph, times))
+    return out
+
+
+def _collective(node: Node, op: str, graph: str, times: int) -> Collective:
+    mesh, axes = next(a for a in reversed(node.args) if isinstance(a, str) and "/" in a).split("/")
+    sizes = dict(pair.split("=") for pair in mesh.split(","))
+    n = math.prod(int(sizes[a]) for a in axes.split(","))
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    size = x.numel() * x.dtype.itemsize
+    sent = {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
+    sent = size if op == "ppermute" else sent
+    if op == "psum" and node.args[1] == "max":
+        op = "pmax"
+    return Collective(_origin(node) or node.name, op, axes, tuple(x.shape), x.dtype, sent, graph, times)
+
+
+def _origin(node: Node) -> str | None:
+    """The input that a collective moves, seen through views, casts and padding."""
+    x = node.args[0]
+    while isinstance(x, Node) and x.op != "placeholder":
+        inputs = x.all_input_nodes
+        if len(inputs) != 1:
+            return None
+        x = inputs[0]
+    return x.meta.get("path") if isinstance(x, Node) else None
+
+
+# ---- running
+
+
+class _Boxed(CodeGen):
+    """A function of one list, which it empties: each value is freed after its last use, inputs too."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        out = f"def {self._func_name}(self, boxed){maybe_return_annotation}:"
+        if names:
+            out += f"\n    [{', '.join(names)}] = boxed\n    boxed.clear()"
+        return out
+
+
+def runner(module: GraphModule, backend: str) -> Run:
+    """The program as a function from the list of its inputs, which it empties, to the list of its outputs."""
+    if backend == "graph":
+        run = _generated(module)
+    elif backend == "inductor":
+        run = _inductor(module)
+    else:
+        raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
+
+    def without_autograd(inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return run(inputs)
+
+    return without_autograd
+
+
+def _generated(module: GraphModule) -> Run:
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_Boxed())
+    return GraphModule(module, graph).forward  # type: ignore[return-value]
+
+
+def _inductor(module: GraphModule) -> Run:
+    """Each called graph, and each stretch between calls, compiled by Inductor on its own."""
+    from torch._inductor.compile_fx import compile_fx  # the compiler behind torch.compile, for a graph made already
+
+    def compile_one(part: GraphModule) -> Any:
+        return compile_fx(part, [n.meta["val"] for n in part.graph.nodes if n.op == "placeholder"])
+
+    calls = {n.target for n in module.graph.nodes if n.op == "call_module"}
+    if not calls:
+        compiled = compile_one(module)
+        return lambda inputs: list(compiled(*inputs))
+    part, parts = 0, {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            part += 1
+        parts[node] = part
+        if node.op == "call_module":
+            part += 1
+    split = split_module(module, module, lambda n: parts[n], keep_original_order=True)
+    for name, child in split.named_children():
+        if isinstance(child, GraphModule):
+            inner = [n.target for n in child.graph.nodes if n.op == "call_module"]
+            if not inner:
+                _with_values(child, split, name)
+                setattr(split, name, _Compiled(compile_one(child)))
+    compiled_calls = {t: _Compiled(compile_one(module.get_submodule(t))) for t in calls}  # type: ignore[arg-type]
+    for child in split.children():
+        for target in calls:
+            if isinstance(child, GraphModule) and hasattr(child, target):
+                setattr(child, target, compiled_calls[target])
+    return _generated(split)
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *xs: Tensor) -> Any:
+        out = self.run(*xs)
+        return out[0] if isinstance(out, (list, tuple)) and len(out) == 1 and self.single else out
+
+    single = False
+
+
+def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
+    """Give the inputs of a part the shapes that they have in the whole."""
+    call = next(n for n in parent.graph.nodes if n.op == "call_module" and n.target == name)
+    for inner, outer in zip((n for n in child.graph.nodes if n.op == "placeholder"), call.args, strict=True):
+        if "val" not in inner.meta and isinstance(outer, Node):
+            inner.meta["val"] = outer.meta["val"]
+
+
+def graphs(module: GraphModule, name: str = "step") -> Iterator[tuple[str, GraphModule]]:
+    """The program's graphs by name: itself, then those it calls."""
+    yield name, module
+    for target, child in module.named_children():
+        if isinstance(child, GraphModule):
+            yield from graphs(child, target)
