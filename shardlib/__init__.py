@@ -8,6 +8,10 @@ from shardlib.autodiff import grad as grad
 from shardlib.autodiff import remat as remat
 from shardlib.autodiff import scan as scan
 from shardlib.autodiff import value_and_grad as value_and_grad
+from shardlib.checkpoint import compare as compare
+from shardlib.checkpoint import latest as latest
+from shardlib.checkpoint import restore as restore
+from shardlib.checkpoint import save as save
 from shardlib.collectives import axis_index as axis_index
 from shardlib.collectives import axis_size as axis_size
 from shardlib.collectives import pending as pending

@@ -18,7 +18,8 @@ from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.shard_map import borders
 from shardlib.sharding import move, settle
-from shardlib.types import Leaf, padding_allowed, region
+from shardlib.spec import Spec
+from shardlib.types import Leaf, padding_allowed, region, short
 from shardlib.zero import Layout, layout_of
 
 
@@ -49,14 +50,17 @@ class Plan:
         return [whole(added(ws)) for ws in zip(*each, strict=True)]
 
     def same_leaves(self, new: Any, old: Any) -> Any:
-        """`new`, every value the leaf that the one in its place in `old` is."""
+        """`new`, every value the leaf that the one in its place in `old` is; an optimizer keeps shapes and dtypes."""
         here = region()
 
-        def same(x: Tensor, y: Tensor) -> Tensor:
+        def same(path: str, x: Tensor, y: Tensor) -> Tensor:
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise SpecError(f"step: the optimizer made `{path}` of its state {short(x)}; it was {short(y)}")
             leaf = here.leaves.get(y)
             return x if leaf is None else settle(x, leaf)
 
-        return tree.map_(same, new, old)
+        treedef = tree.flatten(old)[1]
+        return tree.unflatten(treedef, map(same, tree.paths(old), tree.match(old, new, "the optimizer's state"), tree.leaves(old)))
 
 
 def added(xs: Sequence[Tensor]) -> Tensor:
@@ -79,7 +83,8 @@ def planned(
         leaves = [borders(None, t, mesh, "step") for t in trees]
         flat = [tree.leaves(t) for t in trees]
         dtypes = [[getattr(x, "dtype", None) for x in xs] for xs in flat]
-        key = (mesh.name, str(leaves), str(dtypes), tuple(tree.flatten(t)[1] for t in trees))
+        structures = tuple(tree.flatten(t)[1] for t in trees)
+        key = (mesh.name, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
@@ -87,11 +92,16 @@ def planned(
             enter += [[cut_leaf(leaf, dim, count) if leaf else leaf for leaf in ls] for ls in leaves[1:2]] + leaves[2:]
             metas = [[leaf_meta(leaf, d, mesh) for leaf, d in zip(ls, ds)] for ls, ds in zip(enter, dtypes)]
             loss = analyse(grad_fn, mesh, trees, metas)
-            sums = tree.map_(lambda s: replace(s, pending=tuple(a for a in loss.axes if a not in s.split)), lay.grads)
+            sums = tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute)
             plans[key] = Plan(lay, sums, dim, count, loss)
         return plans[key]
 
     return plan_for
+
+
+def _summed(grads: Spec, compute: Spec, axes: Sequence[str]) -> Spec:
+    """The accumulator's spec: gradients are pending where the loss is and the leaf was not cut."""
+    return replace(grads, pending=tuple(a for a in axes if a not in grads.split + compute.split))
 
 
 def entering(params: Any, axes: Sequence[str]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib import layout
+from shardlib import layout, tree
 from shardlib.errors import DonatedError, MeshError, ShardError
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec
@@ -18,7 +18,7 @@ class Array(Tensor):
     """A global tensor, cut over a mesh as its spec says.
 
     Its shape is the global one. It takes no arithmetic: pass it to a step or a `shard_map`-ed function, or `gather` it.
-    Shards are kept padded to the nested ceiling, so that all ranks hold equal shapes; `local` gives them without padding.
+    Shards are kept padded to the nested ceiling, so that all ranks hold equal shapes; `local` gives them without it.
     """
 
     spec: Spec
@@ -38,8 +38,10 @@ class Array(Tensor):
     def shards(self) -> list[Tensor]:
         """The padded shards: one, or on a simulated mesh one per rank. Raises `DonatedError` after donation."""
         if self._shards is None:
-            raise DonatedError(f"this array (`{self.spec}`, shape {tuple(self.shape)}) was donated to a jitted function and is "
-                               "gone: use what the function returned, or leave donate_argnums out")  # fmt: skip
+            raise DonatedError(
+                f"this array (`{self.spec}`, shape {tuple(self.shape)}) was donated to a jitted function and is gone: "
+                "use what the function returned, or leave donate_argnums out"
+            )
         return self._shards
 
     @property
@@ -60,25 +62,55 @@ class Array(Tensor):
             shard = shard.narrow(dim, 0, n)
         return shard
 
+    def pieces(self) -> dict[tuple[int, ...], Tensor]:
+        """The distinct shards that this process holds, without padding, by where they start in the whole.
+
+        Empty shards are left out, but a tensor without elements is one piece.
+        """
+        if not self.numel():
+            return {(0,) * self.dim(): self.shards[0].new_empty(self.shape)}
+        out: dict[tuple[int, ...], Tensor] = {}
+        for rank in range(self.mesh.total) if self.mesh.simulate else (self.mesh.rank,):
+            at = layout.slices(self.spec, self.shape, self.mesh.shape, self.mesh.coordinates(rank))
+            if all(s.stop > s.start for s in at):
+                out.setdefault(tuple(s.start for s in at), self.local(rank))
+        return out
+
+    # What the planners of torch.distributed.checkpoint ask of a tensor in chunks; `chunks` loads it, which takes long.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from shardlib import chunks
+
+        return [chunks.write_item(fqn, self.shape, at, x) for at, x in self.pieces().items()]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from shardlib import chunks
+
+        return [chunks.chunk(at, x) for at, x in self.pieces().items()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self.pieces()[tuple(index.offset or ())]
+
     def donate(self) -> list[Tensor]:
         """Take the shards out; the array cannot be used again."""
         shards, self._shards = self.shards, None
         return shards
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _READS and isinstance(args[0], Array) and not args[0].spec.axes:
             return func(args[0].shards[0])
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        arrays = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Array)]
+        arrays = [a for a in tree.leaves((args, kwargs)) if isinstance(a, Array)]
         name = func._schema.name.split("::")[1]
         raise ShardError(
             f"{name} on an array at rest (`{arrays[0].spec}`, shape {tuple(arrays[0].shape)}): nothing is communicated "
-            "silently, so arrays take no arithmetic.\n  Pass it to a step or a shard_map-ed function, or sl.gather it first"
+            "silently, so arrays take no arithmetic.\n"
+            "  Pass it to a step or a shard_map-ed function, or sl.gather it first"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         dtype = str(self.dtype).removeprefix("torch.")

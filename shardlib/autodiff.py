@@ -7,17 +7,20 @@ varying for varying, replicated for pending. A reduction that was missed is an e
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # what is differentiated
 
 from shardlib import collectives as c
 from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
-from shardlib.types import Leaf, Region, inside, region
+from shardlib.sharding import settle
+from shardlib.types import Leaf, Region, inside, padding_allowed, paused, region
 
 _plain = torch._C.DisableTorchFunction
 
@@ -96,6 +99,7 @@ class GradFn:
             for i, part in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
                 full[i] = part
             mean, aux = self._loss(full, key, extra)
+            _check_weights(mean)
             beside, structure = tree.flatten((tuple(t.weight for t in mean.terms), aux_tree(aux)))
             kept[:] = [mean, structure]
             return tuple(t.total for t in mean.terms), tuple(beside)
@@ -120,6 +124,17 @@ class GradFn:
         return (mean.value if aux.metrics is None and aux.extra is None else (mean.value, aux)), result
 
 
+def _check_weights(mean: Mean) -> None:
+    """Raise where a weight depends on what the innermost transform differentiates: that gradient would be left out."""
+    for term in mean.terms:
+        w = term.weight
+        if is_functorch_wrapped_tensor(w) and maybe_get_level(w) == maybe_current_level() and w.requires_grad:
+            raise SpecError(
+                "the weight of the loss depends on what is differentiated, and a mean is differentiated by its total alone: "
+                "detach the weight, or divide yourself and return a scalar"
+            )
+
+
 def aux_tree(aux: Aux) -> Any:
     """An `Aux` as a tree of tensors: means as their terms."""
     metrics = {k: v.terms if isinstance(v, Mean) else v for k, v in (aux.metrics or {}).items()}
@@ -136,9 +151,9 @@ def aux_of(found: Any) -> Aux:
 
 def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
     """Check and set the type of the gradient of `x`."""
-    kind, found = here.type_of(x), here.types.get(g) or here.invariant
+    kind, found = here.type_of(x), here.type_of(g)
     out = []
-    for axis, k, f in zip(here.mesh.shape, kind, found):
+    for axis, k, f in zip(here.mesh.shape, kind, found, strict=True):
         if (k == "I" and f != "I") or (k == "P" and f in "VP"):
             raise SpecError(
                 f"the gradient of `{path}` over `{axis}` should be {'invariant' if k == 'I' else 'replicated'}, its parts "
@@ -146,7 +161,9 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
                 f"  pvary the value over `{axis}` where it is used differently by rank"
             )
         out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
-    g = here.set_type(g, "".join(out))
+    with paused():
+        g = g.view_as(g)  # an object of its own: a sum gives one cotangent to both its operands
+    here.set_type(g, "".join(out))
     leaf = here.leaves.get(x)
     if leaf is not None:
         spec = replace(leaf.spec, pending=here.axes_of("".join(out), "P"))
@@ -173,63 +190,58 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> Callable[..
 
 
 class _Remat(torch.autograd.Function):
-    """Forward keeps the inputs only; backward runs the function again. Its backward is a Function too, so that it nests."""
+    """`f(*xs)`, a tuple of tensors: keeps its inputs only. The backward pass is such a function again: so it nests."""
 
     @staticmethod
-    def forward(f: Callable[..., Any], *xs: Tensor) -> Any:  # type: ignore[override]
-        with reentered():
-            return f(*xs)
+    def forward(f: Callable[..., tuple[Tensor, ...]], *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return f(*xs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.f = inputs[0]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.f, ctx.floats = inputs[0], _floats(output)
         ctx.save_for_backward(*inputs[1:])
+        ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.floats))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # type: ignore[override]
-        return None, *_RematBackward.apply(ctx.f, len(cotangents), *cotangents, *ctx.saved_tensors)  # type: ignore[misc]
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        xs, given = ctx.saved_tensors, [cotangents[i] for i in ctx.floats]
+        with _plain():
+            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, len(given)), *given, *xs))  # type: ignore[arg-type]
+        at = _floats(xs)
+        return None, *(next(grads) if i in at else None for i in range(len(xs)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], f: Callable[..., Any], *xs: Tensor) -> tuple[Any, Any]:
+        many = torch.func.vmap(f, in_dims=in_dims[1:], randomness=info.randomness)
+        with _plain():
+            out: Any = _Remat.apply(many, *xs)
+        return out, (0,) * len(out)
 
 
-def _pull(f: Callable[..., Any], n: int, *xs: Any) -> tuple[Tensor, ...]:
-    """The vjp of `f` at `xs[n:]` for cotangents `xs[:n]`; zeros for what is not differentiable."""
-    primals = xs[n:]
-    at = [i for i, x in enumerate(primals) if x.is_floating_point() or x.is_complex()]
+def _floats(xs: Sequence[Tensor]) -> tuple[int, ...]:
+    """The positions of what can have a gradient."""
+    return tuple(i for i, x in enumerate(xs) if x.is_floating_point() or x.is_complex())
 
-    def of_floats(*floats: Tensor) -> Any:
+
+def _pull(f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], n: int, *xs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the float inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
+    primals, at = xs[n:], _floats(xs[n:])
+
+    def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
         full = list(primals)
-        for i, x in zip(at, floats):
+        for i, x in zip(at, floats, strict=True):
             full[i] = x
-        with reentered():
-            return f(*full)
+        out = f(*full)
+        return tuple(out[i] for i in outputs)
 
-    out, pull = torch.func.vjp(of_floats, *(primals[i] for i in at))
-    cotangents = xs[0] if isinstance(out, Tensor) else tuple(xs[:n])
-    grads = iter(pull(cotangents))
-    return tuple(next(grads) if i in at else torch.zeros_like(x) for i, x in enumerate(primals))
-
-
-class _RematBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(f: Callable[..., Any], n: int, *xs: Tensor) -> Any:  # type: ignore[override]
-        return _pull(f, n, *xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.f, ctx.n = inputs[:2]
-        ctx.save_for_backward(*inputs[2:])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # type: ignore[override]
-        f, n = ctx.f, ctx.n
-        again = _RematBackward.apply(lambda *xs: _pull(f, n, *xs), len(cotangents), *cotangents, *ctx.saved_tensors)
-        return None, None, *again  # type: ignore[misc]
+    return torch.func.vjp(of_floats, *(primals[i] for i in at))[1](tuple(xs[:n]))
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, whose intermediate values are computed again in the backward pass instead of kept (its collectives too).
 
-    Everything that needs a gradient must be an argument: a captured value that is being differentiated is an error.
-    As `jax.checkpoint`.
+    Arguments and results are trees; what is no tensor passes through. Everything that needs a gradient must be an
+    argument: a captured value that is being differentiated (or mapped by vmap) is an error. As `jax.checkpoint`.
     """
 
     def run(*args: Any, **options: Any) -> Any:
@@ -237,18 +249,25 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
         kept: list[Any] = []
 
-        def of_tensors(*xs: Tensor) -> Any:
+        def of_tensors(*xs: Tensor) -> tuple[Tensor, ...]:
             full = list(flat)
-            for i, x in zip(at, xs):
+            for i, x in zip(at, xs, strict=True):
                 full[i] = x
             a, o = tree.unflatten(treedef, full)
-            out, structure = tree.flatten(f(*a, **o))
-            kept[:] = [structure]
-            return tuple(out)
+            with reentered():
+                out, structure = tree.flatten(f(*a, **o))
+            kept[:] = [structure, [None if isinstance(y, Tensor) else y for y in out]]
+            held = [*xs]
+            for i, y in enumerate(out):  # a Function returns no input, and nothing twice
+                if isinstance(y, Tensor):
+                    out[i] = y.view_as(y) if any(y is x for x in held) else y
+                    held.append(y)
+            return tuple(y for y in out if isinstance(y, Tensor))
 
         with _plain():
-            out = _Remat.apply(of_tensors, *(flat[i] for i in at))
-        return tree.unflatten(kept[0], out if isinstance(out, tuple) else (out,))
+            made = iter(_Remat.apply(of_tensors, *(flat[i] for i in at)))  # type: ignore[arg-type]
+        structure, rest = kept
+        return tree.unflatten(structure, [next(made) if y is None else y for y in rest])
 
     run.__name__ = getattr(f, "__name__", "remat")
     return run
@@ -281,11 +300,11 @@ def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: i
 
 def _unstacked(x: Tensor) -> tuple[Tensor, ...]:
     """The slices of `x`, in one op (its transpose is one `stack`), each still a leaf."""
-    parts = torch.unbind(x)
     leaf = region().leaves.get(x) if inside() else None
-    if leaf is not None:
-        for p in parts:
-            region().mark(p, Leaf(leaf.spec.unstack(), leaf.shape[1:]), region().padded.get(x) is not None)
+    if leaf is None or leaf.spec.dims[0].axes:
+        return torch.unbind(x)
+    with padding_allowed():  # slices are as padded as the whole
+        parts = torch.unbind(x)
+    for p in parts:
+        settle(p, Leaf(leaf.spec.unstack(), leaf.shape[1:]))
     return parts
-
-

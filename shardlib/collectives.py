@@ -19,28 +19,38 @@ Over an axis of size 1 nothing is sent, but types are the same as on any mesh.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # what is differentiated
+from torch._subclasses.fake_tensor import FakeTensor  # the first run, in one thread
+from torch.autograd import forward_ad
 
 from shardlib import tree, wire
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Axes, Mesh
-from shardlib.types import refuse, region
+from shardlib.types import Region, base, paused, refuse, region
 
 _plain = torch._C.DisableTorchFunction  # a Function below Insert: what it does inside is not user code
 
 
-def _function(name: str, forward: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[torch.autograd.Function]:
-    """A linear Function of one tensor and static arguments, from its value and its transpose."""
+class _Linear(torch.autograd.Function):
+    """A linear Function of one tensor, the axes and static arguments. `letter`: the type it gives over the axes."""
 
-    class Linear(torch.autograd.Function):
-        generate_vmap_rule = False
+    letter: ClassVar[str]
+    value: ClassVar[Callable[..., Tensor]]
+    transpose: ClassVar[Callable[..., Tensor]]
+    generate_vmap_rule = False
 
+
+def _function(name: str, letter: str, value: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[_Linear]:
+    """The Function of a collective, from the type it gives, its value and its transpose."""
+
+    class Linear(_Linear):
         @staticmethod
         def forward(x: Tensor, *static: Any) -> Tensor:  # type: ignore[override]
-            return forward(x, *static)
+            return value(x, *static)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -51,26 +61,53 @@ def _function(name: str, forward: Callable[..., Tensor], transpose: Callable[...
             return transpose(g, *ctx.static), *(None for _ in ctx.static)
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: tuple[str, ...], *dims: int) -> tuple[Tensor, int]:
-            x = x.movedim(in_dims[0] or 0, 0)
-            return Linear.apply(x, axes, *(d + 1 if isinstance(d, int) else d for d in dims)), 0  # type: ignore[return-value]
+        def jvp(ctx: Any, t: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+            return _apply(Linear, t, *ctx.static)
 
         @staticmethod
-        def jvp(ctx: Any, t: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
-            return forward(t, *ctx.static)
+        def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: tuple[str, ...], *dims: Any) -> tuple[Tensor, int]:
+            x = x.movedim(in_dims[0] or 0, 0)
+            return _apply(Linear, x, axes, *(d + 1 if isinstance(d, int) else d for d in dims)), 0
 
+    Linear.letter, Linear.value, Linear.transpose = letter, value, transpose
     Linear.__name__ = Linear.__qualname__ = name
     return Linear
 
 
-def _apply(function: type[torch.autograd.Function], letter: str, x: Tensor, axes: tuple[str, ...], *static: Any) -> Tensor:
+def _apply(function: type[_Linear], x: Tensor, axes: tuple[str, ...], *static: Any) -> Tensor:
+    """One collective, typed. Where nothing is being differentiated, its value alone."""
     if not axes:
         return x
-    with _plain():
-        out: Tensor = function.apply(x, axes, *static)  # type: ignore[assignment]
     here = region()
-    kind = here.types.get(x)
-    return here.retype(out, here.invariant if kind is None else kind, axes, letter)
+    if here.reentered:
+        refuse_captured(function.__name__, [x])
+    kind = here.types.get(x) or here.invariant
+    if is_functorch_wrapped_tensor(x) or x.requires_grad or forward_ad._current_level >= 0:
+        _refuse_forward_mode(here, function.__name__, x)
+        with _plain():
+            out: Tensor = function.apply(x, axes, *static)  # type: ignore[assignment]
+    else:
+        with _plain(), paused():
+            out = function.value(x, axes, *static)
+    return here.retype(out, kind, axes, function.letter)
+
+
+def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
+    if forward_ad._current_level >= 0 and here.mesh.simulate and here.mesh.total > 1 and not isinstance(base(x), FakeTensor):
+        raise SpecError(
+            f"{name} in forward mode (jvp, jacfwd, hessian) while ranks take turns: torch keeps one forward-mode level for all "
+            "threads.\n  Run it under sl.jit, or use jacrev (hessian is jacrev of jacrev)"
+        )
+
+
+def refuse_captured(name: str, tensors: Sequence[Tensor]) -> None:
+    """Inside remat: raise for a value of an outer transform, whose gradient would be lost."""
+    level = maybe_current_level() or 0
+    if any(is_functorch_wrapped_tensor(x) and maybe_get_level(x) > level for x in tensors):
+        raise SpecError(
+            f"{name}: remat (or custom_vjp) captured a value that is being differentiated; its gradient would be lost.\n"
+            "  Pass it as an argument: remat(f)(w, x)"
+        )
 
 
 def _wired(axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
@@ -148,48 +185,48 @@ def _no_gradient(g: Tensor, *_: Any) -> Tensor:
     raise SpecError("pmax has no gradient: detach its operand, or use a sum")
 
 
-_PVary = _function("pvary", _identity, lambda g, axes: _psum(g, axes))
-_PSum = _function("psum", _reduce, lambda g, axes: _pvary(g, axes))
-_AllGather = _function("all_gather", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
-_PSumScatter = _function("psum_scatter", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
-_AllGatherInvariant = _function("all_gather_invariant", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim))
-_OwnSlice = _function("own_slice", _cut, lambda g, axes, dim: _all_gather(g, axes, dim, True))
-_AllToAll = _function("all_to_all", _exchange, lambda g, axes, split, concat: _all_to_all(g, axes, concat, split))
-_PPermute = _function("ppermute", _move, lambda g, axes, source: _ppermute(g, axes, _inverse(source)))
-_Pending = _function("pending", _identity, lambda g, axes: g)
-_PMax = _function("pmax", lambda x, axes: _reduce(x, axes, "max"), _no_gradient)
+_PVary = _function("pvary", "R", _identity, lambda g, axes: _psum(g, axes))
+_PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(g, axes))
+_AllGather = _function("all_gather", "R", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
+_PSumScatter = _function("psum_scatter", "V", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
+_AllGatherInvariant = _function("all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim))
+_OwnSlice = _function("own_slice", "V", _cut, lambda g, axes, dim: _all_gather(g, axes, dim, True))
+_AllToAll = _function("all_to_all", "V", _exchange, lambda g, axes, split, concat: _all_to_all(g, axes, concat, split))
+_PPermute = _function("ppermute", "V", _move, lambda g, axes, source: _ppermute(g, axes, _inverse(source)))
+_Pending = _function("pending", "P", _identity, lambda g, axes: g)
+_PMax = _function("pmax", "I", lambda x, axes: _reduce(x, axes, "max"), _no_gradient)
 
 
 def _pvary(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return _apply(_PVary, "R", x, axes)
+    return _apply(_PVary, x, axes)
 
 
 def _psum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return _apply(_PSum, "I", x, axes)
+    return _apply(_PSum, x, axes)
 
 
 def _all_gather(x: Tensor, axes: tuple[str, ...], dim: int, invariant: bool = False) -> Tensor:
-    return _apply(_AllGatherInvariant if invariant else _AllGather, "I" if invariant else "R", x, axes, dim)
+    return _apply(_AllGatherInvariant if invariant else _AllGather, x, axes, dim)
 
 
 def _psum_scatter(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-    return _apply(_PSumScatter, "V", x, axes, dim)
+    return _apply(_PSumScatter, x, axes, dim)
 
 
 def _own_slice(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-    return _apply(_OwnSlice, "V", x, axes, dim)
+    return _apply(_OwnSlice, x, axes, dim)
 
 
 def _all_to_all(x: Tensor, axes: tuple[str, ...], split: int, concat: int) -> Tensor:
-    return _apply(_AllToAll, "V", x, axes, split, concat)
+    return _apply(_AllToAll, x, axes, split, concat)
 
 
 def _ppermute(x: Tensor, axes: tuple[str, ...], source: tuple[int, ...]) -> Tensor:
-    return _apply(_PPermute, "V", x, axes, source)
+    return _apply(_PPermute, x, axes, source)
 
 
 def _pending(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return _apply(_Pending, "P", x, axes)
+    return _apply(_Pending, x, axes)
 
 
 # ---- public, by axis: a tree first, then axes
@@ -230,8 +267,8 @@ def pmax(x: Any, axes: Axes) -> Any:
     """The maximum over `axes`: varying -> invariant. It has no gradient: `detach` the operand."""
 
     def one(y: Tensor, plain: tuple[str, ...]) -> Tensor:
-        refuse("pmax", y, plain, "P", "psum it first")
-        return _apply(_PMax, "I", y, plain)
+        refuse("pmax", y, tuple(region().mesh.shape), "P", "psum it first: a maximum is not linear")
+        return _apply(_PMax, y, plain)
 
     return _each("pmax", x, axes, one)
 

@@ -1,6 +1,9 @@
 """The library's exceptions and the wording they share. No torch."""
 
-from collections.abc import Iterable, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class ShardError(Exception):
@@ -27,10 +30,20 @@ class DonatedError(ShardError, RuntimeError):
     """A donated tree is used again."""
 
 
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Errors of the library that are raised inside say first where: a path, an argument."""
+    try:
+        yield
+    except ShardError as e:
+        raise type(e)(f"{where}: {e}") from None
+
+
 def caret(text: str, start: int, end: int, note: str = "", label: str = "pattern") -> str:
-    """`text` on one line and a caret line below it: `label: text` / `        ^^^ note`."""
-    pad = " " * (len(label) + 4 + start)
-    return f"  {label}: {text}\n{pad}{'^' * max(1, end - start)} {note}".rstrip()
+    """`text` on one line and a caret line below it: `label: text` / `       ^^^ note`."""
+    head = f"  {label + ':':<8} "
+    line = re.sub(r"\s", " ", text)  # a pattern over several lines is shown on one
+    return f"{head}{line}\n{' ' * (len(head) + start)}{'^' * max(1, end - start)} {note}".rstrip()
 
 
 def sizes(bound: Mapping[str, int]) -> str:
@@ -46,7 +59,5 @@ def listing(items: Iterable[object]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean `x`?)` for a near miss among `known`, else nothing."""
-    import difflib
-
     match = difflib.get_close_matches(name, list(known), 1)
     return f" (did you mean `{match[0]}`?)" if match else ""

@@ -1,60 +1,103 @@
 """`Insert`: sees whole torch functions above autograd, puts `pvary` in, and refuses what a pending value does not allow.
 
-Where operands of one op differ in type, an invariant operand becomes replicated (`pvary`), so that its gradient is summed
-over the ranks that used it. A pending value (a sum still to be made) may be added to one pending over the same axes,
-scaled by what is equal over those axes, and moved around; anything else is an error that names the collective missing.
+Where operands of one function differ in type, an invariant operand becomes replicated (`pvary`), so that its gradient is
+summed over the ranks that used it. A pending value (a sum still to be made) may be added to one pending over the same
+axes, scaled by what is equal over those axes, and moved around: `Flow` knows what keeps it pending (flow.py); a function
+after which it no longer is one is an error here that names the collective missing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # closures in remat
 from torch._C import _len_torch_function_stack  # the stack of function modes has no public view
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._C._functorch import is_functorch_wrapped_tensor  # plain autograd is told from torch.func by its tensors
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # to leave all function modes for a while
+from torch.utils._python_dispatch import _disable_current_modes  # to look at values below all modes
 
-from shardlib.collectives import _pvary
+from shardlib.collectives import _pvary, refuse_captured
 from shardlib.errors import SpecError, listing
+from shardlib.flow import flowing
 from shardlib.mesh import Mesh
-from shardlib.types import Region, flowing, inside, outside, region, unknown
-
-# What a pending value may pass through, by the name of the torch function (`__add__`, `add_` and `radd` count as `add`).
-_MOVES = frozenset(
-    "neg negative positive view reshape transpose t permute sum expand expand_as unsqueeze squeeze flatten unflatten "
-    "contiguous to chunk split tensor_split getitem movedim moveaxis clone detach view_as reshape_as unbind cat concat "
-    "stack mean select narrow float double half bfloat16 type swapaxes swapdims mT mH T H index_select gather roll flip "
-    "diagonal unfold pad repeat tile cumsum trace ravel get real conj data atleast_1d atleast_2d".split()
-)
-_ASKS = frozenset(
-    "size dim numel stride is_floating_point is_complex is_contiguous element_size len storage_offset data_ptr "
-    "requires_grad_ requires_grad untyped_storage ndimension nelement type is_same_size result_type hash repr str format "
-    "can_cast get_device is_nested is_sparse broadcast_shapes format_ _is_view broadcast_tensors iter".split()
-)
-_ADDS = frozenset("add sub rsub subtract".split())
-_SCALES = frozenset("mul multiply div true_divide truediv divide matmul mm bmm mv dot einsum linear outer tensordot inner".split())
-_CREATES_LIKE = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
-_AUTOGRAD = frozenset({"grad", "backward"})
-_CACHE: dict[Any, tuple[str, bool]] = {}
+from shardlib.types import NO_TENSOR, Region, inside, outside, paused, region, short, unknown, words
 
 
-def _normal(func: Any) -> tuple[str, bool]:
-    """The function's name without decoration, and whether it writes in place."""
-    found = _CACHE.get(func)
-    if found is None:
-        name = getattr(func, "__name__", str(func))
-        dunder = name.startswith("__") and name.endswith("__")
-        core = name.strip("_") if dunder else name
-        inplace = core == "setitem" or (dunder and core in ("iadd", "isub", "imul", "itruediv")) or (
-            not dunder and core.endswith("_") and core not in ("requires_grad_",)
-        )
-        core = core.rstrip("_") if not dunder else core
-        if dunder and core not in ("getitem", "get", "repr", "len", "hash", "rsub", "iter", "str", "format"):
-            core = core[1:] if core[:1] in "ri" and core[1:] in _ADDS | _SCALES | {"add", "sub"} else core
-        found = _CACHE[func] = (core, inplace)
-    return found
+class _Kind(Enum):
+    """What a torch function is to `Insert`."""
+
+    OP = auto()  # all that is not listed below
+    ASKS = auto()  # shapes, dtypes: no value is made
+    APART = auto()  # each operand for itself, no values meet
+    MAKES = auto()  # a tensor from Python or numpy values
+    COPIES = auto()  # copy.deepcopy, which would copy the storage, unseen by Flow
+    SHOWS = auto()  # print: ranks may show different values
+    COUNTS = auto()  # one_hot: looks at values to check them
+    LEAVES = auto()  # numpy: out of torch
+    AUTOGRAD = auto()  # torch.autograd.grad, backward
+
+
+_KINDS = {
+    _Kind.ASKS: "size dim numel stride is_floating_point is_complex is_contiguous element_size len storage_offset data_ptr "
+    "requires_grad_ untyped_storage ndimension nelement is_same_size result_type hash can_cast get_device is_nested "
+    "is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned is_shared names is_set_to",
+    _Kind.APART: "broadcast_tensors meshgrid expand_as view_as reshape_as type_as",
+    _Kind.MAKES: "tensor as_tensor asarray frombuffer",
+    _Kind.COPIES: "deepcopy",
+    _Kind.SHOWS: "repr str format",
+    _Kind.COUNTS: "one_hot",
+    _Kind.LEAVES: "numpy array dlpack",
+    _Kind.AUTOGRAD: "grad backward",
+}  # fmt: skip
+_BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_VALUES = frozenset("T mT H mH data real imag grad".split())  # properties that are tensors; others are asked
+_IN_PLACE = frozenset("setitem iadd isub imul itruediv imatmul ipow iand ior ixor ifloordiv imod ilshift irshift".split())
+
+
+class _Rule(NamedTuple):
+    name: str
+    kind: _Kind
+    inplace: bool
+
+
+_rules: dict[Any, _Rule] = {}  # by function, once for all regions
+
+
+def _rule(func: Any) -> _Rule:
+    full = getattr(func, "__name__", str(func)).split(".")[0]
+    dunder = full.startswith("__") and full.endswith("__")
+    name = full.strip("_") if dunder else full.rstrip("_") or full
+    if full == "__get__":
+        name = getattr(func.__self__, "__name__", "get")
+        kind = _Kind.OP if name in _VALUES else _Kind.ASKS
+    else:
+        kind = _BY_NAME.get(full if full == "requires_grad_" else name.lstrip("_"), _Kind.OP)
+    inplace = name in _IN_PLACE if dunder else full.endswith("_") and kind is _Kind.OP
+    return _rules.setdefault(func, _Rule(name, kind, inplace))
+
+
+def _find(values: Iterable[Any], into: list[Tensor]) -> list[Tensor]:
+    """The tensors among nested arguments."""
+    for a in values:
+        kind = type(a)
+        if kind is Tensor:
+            into.append(a)
+        elif kind in NO_TENSOR:
+            continue
+        elif isinstance(a, Tensor):
+            into.append(a)
+        elif isinstance(a, (list, tuple)):
+            _find(a, into)
+        elif isinstance(a, dict):
+            _find(a.values(), into)
+    return into
+
+
+def _targets(rule: _Rule, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a function writes into."""
+    return _find((args[0] if rule.inplace else None, kwargs.get("out")), [])
 
 
 class Insert(TorchFunctionMode):
@@ -65,113 +108,120 @@ class Insert(TorchFunctionMode):
         self.region = region
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        here, tensors = self.region, []
-        for a in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(a, Tensor):
-                tensors.append(a)
-            elif isinstance(a, (list, tuple)):
-                tensors.extend(b for b in a if isinstance(b, Tensor))
-        if not tensors or here.paused:
+        here, kwargs = self.region, kwargs or {}
+        rule = _rules.get(func) or _rule(func)
+        if rule.kind is _Kind.ASKS or here.paused:
             return func(*args, **kwargs)
-        name, inplace = _normal(func)
-        if name in _AUTOGRAD:
-            if not any(is_functorch_wrapped_tensor(t) for t in tensors):
-                raise SpecError(f"plain autograd ({name}) inside a per-device function is not typed: use sl.grad or torch.func.grad")
+        tensors = _find(args, [])
+        if kwargs:
+            _find(kwargs.values(), tensors)
+        if rule.kind is not _Kind.OP and rule.kind is not _Kind.APART:
+            return _special(here, rule, func, args, kwargs, tensors)
+        if not tensors:
             return func(*args, **kwargs)
-        if name in _ASKS:
-            return func(*args, **kwargs)
-        kinds = [here.types.get(t) for t in tensors]
-        first = kinds[0]
-        if len(kinds) > 1 or None in kinds or "P" in first:  # type: ignore[operator]
-            for t, k in zip(tensors, kinds):
-                if k is None:
-                    self._check_level(name, t)
-                    raise unknown(name, t)
-        level = maybe_current_level() or 0
+        if here.reentered:
+            refuse_captured(rule.name, tensors)
+        kinds = []
         for t in tensors:
-            if is_functorch_wrapped_tensor(t) and maybe_get_level(t) > level:
-                self._check_level(name, t)
-        pending: tuple[str, ...] = ()
-        if any("P" in k for k in kinds if k):
-            pending = _pending_result(here, name, args, tensors, kinds)  # type: ignore[arg-type]
-        if any(k != first for k in kinds):
-            args, kwargs = self._align(name, inplace, args, kwargs, kinds)  # type: ignore[arg-type]
+            kind = here.types.get(t)
+            if kind is None:
+                raise unknown(rule.name, t)
+            kinds.append(kind)
+        first = kinds[0]
+        if any(k != first for k in kinds) and rule.kind is _Kind.OP:
+            args, kwargs = _aligned(here, rule, args, kwargs, kinds)
         out = func(*args, **kwargs)
-        if pending:
-            for o in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
-                if isinstance(o, Tensor):
-                    here.retype(o, here.type_of(o), pending, "P")
+        if any("P" in k for k in kinds):
+            _check_pending(here, rule.name, tensors, kinds, _find((out,), _targets(rule, args, kwargs)))
         return out
 
-    def _check_level(self, name: str, x: Tensor) -> None:
-        if is_functorch_wrapped_tensor(x) and maybe_get_level(x) > (maybe_current_level() or 0):
-            raise SpecError(
-                f"{name}: remat (or custom_vjp) captured a value that is being differentiated; its gradient would be lost.\n"
-                "  Pass it as an argument: remat(f)(w, x)"
-            )
 
-    def _align(self, name: str, inplace: bool, args: Any, kwargs: Any, kinds: list[str]) -> Any:
-        """Insert `pvary` on float operands that are invariant over an axis where another operand is not."""
-        here = self.region
-        need = "".join("I" if set(letters) == {"I"} else "x" for letters in zip(*kinds))
+def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    """Functions that are no ops on values."""
+    if rule.kind is _Kind.AUTOGRAD:
+        if tensors and not any(is_functorch_wrapped_tensor(t) for t in tensors):
+            raise SpecError(f"plain autograd ({rule.name}) inside a per-device function is not typed: use sl.grad or torch.func.grad")
+        return func(*args, **kwargs)
+    if rule.kind is _Kind.LEAVES:
+        raise SpecError(f"{rule.name}: numpy cannot follow a per-device function; stay in torch, or use .item() on an invariant value")
+    if rule.kind is _Kind.COUNTS:
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        if classes < 0:
+            return func(*args, **kwargs)
+        return (args[0].unsqueeze(-1) == torch.arange(classes, device=args[0].device)).to(torch.int64)
+    if rule.kind is _Kind.COPIES:
+        return args[0].clone()
+    if rule.kind is _Kind.MAKES and tensors and not isinstance(args[0], Tensor):
+        raise SpecError(f"torch.{rule.name} of a list of tensors reads their values: use torch.stack")
+    if rule.kind is _Kind.MAKES and tensors:
+        return func(*args, **kwargs)
+    with paused():
+        out = func(*args, **kwargs)
+    if rule.kind is _Kind.MAKES:
+        here.set_type(out, here.invariant)
+    return out
 
-        def fix(a: Any) -> Any:
-            if isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()):
-                missing = tuple(x for x, k, n in zip(here.mesh.shape, here.type_of(a), need) if k == "I" and n == "x")
-                return _pvary(a, missing) if missing else a
-            if isinstance(a, (list, tuple)) and any(isinstance(b, Tensor) for b in a):
-                return type(a)(fix(b) for b in a) if type(a) in (list, tuple) else a
-            return a
 
-        if inplace:
-            target, others = kinds[0], kinds[1:]
-            wider = [a for a, k, *os in zip(here.mesh.shape, target, *others) if k in "IR" and any(o in "VP" for o in os)]
-            if wider:
+def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]) -> Any:
+    """The arguments with `pvary` on float operands that are invariant over an axis where another operand is not."""
+    need = "".join("I" if set(letters) == {"I"} else "x" for letters in zip(*kinds, strict=True))
+
+    def fix(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            if not (a.is_floating_point() or a.is_complex()):
+                return a
+            letters = zip(here.mesh.shape, here.type_of(a), need, strict=True)
+            missing = tuple(axis for axis, k, n in letters if k == "I" and n == "x")
+            return _pvary(a, missing) if missing else a
+        if type(a) in (list, tuple):
+            return type(a)(fix(b) for b in a)
+        return {k: fix(v) for k, v in a.items()} if type(a) is dict else a
+
+    for target in _targets(rule, args, kwargs):
+        for axis, held, *others in zip(here.mesh.shape, here.type_of(target), *kinds, strict=True):
+            wider = max(others, key="IRVP".index)
+            if held == "I" != wider:  # its gradient would miss a sum; that of a replicated target is pending anyhow
                 raise SpecError(
-                    f"{name} writes a value that varies over {listing(wider)} into one that is equal there.\n"
-                    f"  Write `x = x.{name}(...)` out of place, or start from sl.pvary(buffer, {wider[0]!r})"
+                    f"{rule.name} writes in place a value that is {words(here, here.make(**{wider: (axis,)}))} into one that "
+                    f"is equal there.\n  Make a new value instead, or start from sl.pvary(buffer, {axis!r})"
                 )
-            return (args[0], *(fix(a) for a in args[1:])), {k: fix(v) for k, v in kwargs.items()}
-        return tuple(fix(a) for a in args), {k: fix(v) for k, v in kwargs.items()}
+    args = (*args[: rule.inplace], *(fix(a) for a in args[rule.inplace :]))
+    return args, {k: v if k == "out" else fix(v) for k, v in kwargs.items()}
 
 
-def _pending_result(here: Region, name: str, args: Any, tensors: list[Tensor], kinds: list[str]) -> tuple[str, ...]:
-    """The axes over which the result of `name` is pending, or an error."""
-    if name in _CREATES_LIKE:
-        return ()
-    out = []
+_ADDS = frozenset("add sub rsub radd subtract iadd isub".split())
+_SCALES = frozenset(
+    "mul multiply rmul imul div true_divide truediv rtruediv itruediv divide matmul rmatmul mm bmm mv dot einsum linear "
+    "outer tensordot inner".split()
+)
+_JOINS = frozenset("cat concat concatenate stack hstack vstack dstack".split())
+
+
+def _check_pending(here: Region, name: str, tensors: list[Tensor], kinds: list[str], out: list[Tensor]) -> None:
+    """Raise where a pending operand went in and something that varies came out: the sum was needed first."""
     for i, axis in enumerate(here.mesh.shape):
         letters = [k[i] for k in kinds]
-        if "P" not in letters:
+        if "P" not in letters or not any(here.over(o, axis) == "V" for o in out):
             continue
-        culprit = here.describe(tensors[letters.index("P")])
+        at = letters.index("P")
+        said = f"a value that still waits for a sum over `{axis}` ({short(tensors[at])} {words(here, kinds[at])})"
         mend = f"Make the sum first: psum or psum_scatter it over `{axis}`"
         if name in _ADDS:
-            number = next((a for a in args if isinstance(a, (int, float)) and a != 0), None)
-            if set(letters) != {"P"} or number is not None:
-                raise SpecError(
-                    f"{name}: a value that still waits for a sum over `{axis}` ({culprit}) plus one that does not would add "
-                    f"the second once per rank.\n  {mend}, or add it after the sum"
-                )
+            what = f"{name}: {said} plus one that does not would add the second once per rank"
+            mend += ", or add it after the sum"
+        elif name in _JOINS:
+            what = f"{name} mixes {said} with one that does not"
+        elif name in _SCALES and "V" in letters:
+            what = f"{name}: {said} times one that varies there"
+        elif name in _SCALES and letters.count("P") > 1:
+            what = f"{name}: {said} meets another pending one"
+        elif name == "linear" and len(tensors) > 2:
+            what = f"{name}: {said} gets a bias once per rank"
         elif name in _SCALES:
-            divided_by = name in ("div", "true_divide", "truediv", "divide") and len(tensors) > 1 and letters[1] == "P"
-            reciprocal = name in ("rtruediv", "rdiv")
-            biased = name == "linear" and len(tensors) > 2
-            if letters.count("P") > 1 or "V" in letters or divided_by or reciprocal or biased:
-                why = (
-                    "times one that varies there" if "V" in letters
-                    else "is divided by" if divided_by or reciprocal
-                    else "gets a bias once per rank" if biased
-                    else "meets another pending one"
-                )  # fmt: skip
-                raise SpecError(f"{name}: a value that still waits for a sum over `{axis}` ({culprit}) {why}.\n  {mend}")
-        elif name not in _MOVES:
-            raise SpecError(f"{name} of a value that still waits for a sum over `{axis}` ({culprit}): it is not linear.\n  {mend}")
-        elif name in ("cat", "concat", "stack") and set(letters) != {"P"}:
-            raise SpecError(f"{name} mixes a value that still waits for a sum over `{axis}` ({culprit}) with one that does not.\n  {mend}")
-        out.append(axis)
-    return tuple(out)
+            what = f"{name}: {said} is divided by"
+        else:
+            what = f"{name} of {said}: it is not linear"
+        raise SpecError(f"{what}.\n  {mend}")
 
 
 @contextmanager
@@ -188,8 +238,13 @@ def reentered() -> Iterator[None]:
     if not inside():
         yield
         return
-    with torch._C._EnableTorchFunction(), region().insert:  # the public switch only turns off
-        yield
+    here = region()
+    here.reentered += 1
+    try:
+        with torch._C._EnableTorchFunction(), here.insert:  # the public switch only turns off
+            yield
+    finally:
+        here.reentered -= 1
 
 
 @contextmanager

@@ -6,8 +6,8 @@ ceiling, so that all ranks hold equal shapes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from shardlib.errors import SpecError
 from shardlib.spec import Dim, Spec
 
 Sizes = Mapping[str, int]
@@ -68,7 +68,7 @@ def check_rank(spec: Spec, shape: Sequence[int], what: str = "the tensor") -> Sp
     """`spec` expanded to the dimensions of `shape`, or an error."""
     spec = spec.expand(len(shape))
     if len(spec.dims) != len(shape):
-        raise SpecError(f"`{spec}` names {len(spec.dims)} dimensions, {what} has {len(shape)}: {tuple(shape)}")
+        raise spec.error(f"`{spec}` names {len(spec.dims)} dimension(s), {what} has {len(shape)}: {tuple(shape)}")
     return spec
 
 
@@ -77,8 +77,6 @@ def cut(spec: Spec, shape: Sequence[int], axes: Sequence[str], sizes: Sizes) -> 
 
     A leading `stack` dimension is not a candidate: its slices are gathered one by one.
     """
-    from dataclasses import replace
-
     ways = 1
     for axis in axes:
         ways *= sizes[axis]

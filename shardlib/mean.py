@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlib import collectives as c
+from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.patterns import check_operand
 from shardlib.spec import parse_list
@@ -109,6 +110,9 @@ class Mean:
 
     def __repr__(self) -> str:
         return f"Mean({', '.join(f'{t.coefficient} * {t.total} / {t.weight}' for t in self.terms)})"
+
+
+tree.register(Mean, lambda mean: mean.terms, lambda terms: Mean._of_terms(tuple(terms)))
 
 
 def _term(total: Tensor, weight: Tensor, coefficient: float) -> Term:

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import MeshError, listing, nearest
+from shardlib.spec import Spec
 
 Axes = str | Sequence[str]
-_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +58,29 @@ class Mesh:
         """Axes and groups as plain axes, in the order given, groups major to minor."""
         out: list[str] = []
         for a in (axes,) if isinstance(axes, str) else axes:
-            known = self.groups.get(a) or ((a,) if a in self.shape else None)
-            if known is None:
+            if a not in self.shape and a not in self.groups:
                 names = [*self.shape, *self.groups]
                 raise MeshError(f"the mesh has no axis `{a}`{nearest(a, names)}; its axes are {listing(names)}")
-            out.extend(known)
+            out.extend((a,) if a in self.shape else self.groups[a])
         if len(set(out)) < len(out):
             raise MeshError(f"{listing([axes] if isinstance(axes, str) else axes)} name an axis twice: {listing(out)}")
         return tuple(out)
+
+    def resolve(self, spec: Spec) -> Spec:
+        """`spec` with groups as plain axes. Raises `MeshError` for an unknown axis, `SpecError` for one named twice."""
+        if all(a in self.shape for a in spec.axes + spec.auto):
+            return spec
+        for axis in spec.axes + spec.auto:
+            try:
+                self.expand(axis)
+            except MeshError as e:
+                raise MeshError(str(spec.error(str(e), axis))) from None
+        out = spec.resolve(self.expand)
+        twice = [a for i, a in enumerate(out.axes) if a in out.axes[:i]]
+        if twice:
+            through = next(a for a in reversed(spec.axes) if twice[0] in self.expand(a))
+            raise spec.error(f"`{spec}` names axis `{twice[0]}` twice; the mesh is {self!r}", through)
+        return out
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """`axes` in mesh order."""
@@ -122,7 +139,8 @@ class Mesh:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.remove(self)
+        if self in _current:  # not after use_mesh inside the block
+            del _current[len(_current) - 1 - _current[::-1].index(self)]
 
     def __repr__(self) -> str:
         return f"Mesh({self.name}{', simulated' if self.simulate else f', rank {self.rank}'})"
@@ -159,36 +177,72 @@ def _register(mesh: Mesh, name: str, axes: tuple[str, ...]) -> None:
     ranks = mesh.members(mesh.rank, axes)
     # local synchronization: only the members meet, so that ranks of a pipeline may make different groups
     group = dist.new_group(list(ranks), timeout=mesh.timeout, use_local_synchronization=True)
-    registry = torch._C._distributed_c10d  # the registry that functional collectives look names up in
+    registry = torch._C._distributed_c10d  # type: ignore[attr-defined] # the registry that functional collectives look names up in
     if held is not None:
         registry._unregister_process_group(name)
     registry._register_process_group(name, group)
-    _registered[name] = group
+    _registered[name] = group  # type: ignore[assignment]
 
 
-def _launched() -> tuple[int, int, int] | None:
-    for names in _LAUNCHERS:
-        if names[0] in os.environ and names[1] in os.environ:
-            rank, world, local = (int(os.environ.get(n, 0)) for n in names)
-            return rank, world, local
+@dataclass(frozen=True)
+class _Launch:
+    """What a launcher's variables say of this process."""
+
+    rank: int
+    world: int
+    local: int  # its number on this host
+    ranks_here: int  # on this host
+    where: str  # to meet the others, for `init_process_group`
+
+
+def _launched() -> _Launch | None:
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun's
+        local = int(env.get("LOCAL_RANK", 0))
+        return _Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), local, int(env.get("LOCAL_WORLD_SIZE", 0)), "env://")
+    if int(env.get("WORLD_SIZE", 1)) > 1:
+        raise MeshError(f"WORLD_SIZE={env['WORLD_SIZE']} is set and RANK is not: a launcher sets both (torchrun, srun)")
+    if "SLURM_STEP_NUM_TASKS" in env:  # srun's; what sbatch sets says how many tasks one may start
+        first = re.sub(r"\[(\w+).*", r"\1", env.get("SLURM_STEP_NODELIST", "localhost").split(",")[0])
+        port = 15000 + int(env.get("SLURM_JOB_ID", 0)) % 10000
+        where = f"tcp://{env.get('MASTER_ADDR', first)}:{env.get('MASTER_PORT', port)}"
+        here = int(env.get("SLURM_STEP_TASKS_PER_NODE", "0").split("(")[0].split(",")[0])
+        rank, world, local = (int(env[f"SLURM_{n}"]) for n in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+        return _Launch(rank, world, local, here, where)
     return None
 
 
-def _sizes(axes: Mapping[str, int | Mapping[str, int]], world: int | None) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+def _warn_straddling(shape: Mapping[str, int], here: int) -> None:
+    """The innermost axis carries the most traffic: its ranks should share a host."""
+    wide = [a for a, n in shape.items() if n > 1]
+    if len(wide) > 1 and here and math.prod(shape.values()) > here and here % shape[wide[-1]]:
+        warnings.warn(
+            f"the innermost axis `{wide[-1]}` of size {shape[wide[-1]]} straddles hosts of {here} rank(s) each: its "
+            "collectives cross the slow network. Put an axis innermost whose size divides the ranks of a host",
+            stacklevel=3,
+        )
+
+
+def _sizes(
+    axes: Mapping[str, int | Mapping[str, int]], world: int | None
+) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """The axes with their sizes and the groups among `axes`; `world` fills a size of -1."""
     shape: dict[str, int] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for name, size in axes.items():
         inner = size if isinstance(size, Mapping) else {name: size}
         for a, n in inner.items():
             if a in shape or (a in axes and inner is size):
-                raise MeshError(f"axis `{a}` is named twice")
+                raise MeshError(f"axis `{a}` is named twice; a group and an axis need names of their own")
             if not a.isidentifier():
                 raise MeshError(f"`{a}` cannot name an axis: use letters, digits and _")
-            if not isinstance(n, int) or n < 1 and n != -1:
-                raise MeshError(f"axis `{a}` has size {n!r}; sizes are whole numbers from 1, or one -1 for what is left")
+            if type(n) is not int or (n < 1 and n != -1):
+                raise MeshError(f"axis `{a}` has size {n!r}: sizes are whole numbers from 1, or one -1, what is left")
             shape[a] = n
         if inner is size:
-            groups[name] = tuple(size)
+            if not inner:
+                raise MeshError(f"group `{name}` has no axes")
+            groups[name] = tuple(inner)
     open_ = [a for a, n in shape.items() if n == -1]
     if open_:
         if world is None or len(open_) > 1:
@@ -218,15 +272,17 @@ def make_mesh(
     process, no launcher. Raises `MeshError` when the sizes do not multiply to the number of ranks.
     """
     launched = None if simulate else _launched()
-    world = None if simulate else dist.get_world_size() if dist.is_initialized() else launched[1] if launched else 1
+    world = None if simulate else dist.get_world_size() if dist.is_initialized() else launched.world if launched else 1
     shape, named_groups = _sizes({**(axes or {}), **named}, world)
     for name, chain in (groups or {}).items():
-        if name in shape or name in named_groups:
-            raise MeshError(f"the group `{name}` has the name of an axis")
-        named_groups[name] = tuple(chain.split("/"))
+        if name in shape or name in named_groups or not name.isidentifier():
+            raise MeshError(f"group `{name}`: a group needs a name of its own, of letters, digits and _")
+        named_groups[name] = tuple(a for part in chain.split("/") for a in named_groups.get(part, (part,)))
         for a in named_groups[name]:
             if a not in shape:
-                raise MeshError(f"group `{name}` names `{a}`, which is no axis{nearest(a, shape)}")
+                raise MeshError(f"group `{name}` names `{a}`, which is no axis{nearest(a, shape)}; write it 'dp/cp'")
+            if named_groups[name].count(a) > 1:
+                raise MeshError(f"group `{name}` (`{chain}`) names axis `{a}` twice")
     total = math.prod(shape.values())
     if simulate:
         return Mesh(shape, named_groups, simulate=True)
@@ -236,12 +292,14 @@ def make_mesh(
             f"{'is' if world == 1 else 'are'} {world}: start it with `torchrun --nproc-per-node {total} ...`, or pass "
             "simulate=True to play all ranks in this process"
         )
-    local = launched[2] if launched else 0
+    local = launched.local if launched else 0
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     wait = timedelta(seconds=timeout) if timeout is not None else None
     if not dist.is_initialized() and launched and total > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, launched.where, timeout=wait, rank=launched.rank, world_size=launched.world)
+    _warn_straddling(shape, launched.ranks_here if launched else 0)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Mesh(shape, named_groups, rank=rank, device=device, timeout=wait)

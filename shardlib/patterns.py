@@ -19,7 +19,7 @@ _MEND = {
 
 def resolve(spec: Spec, here: Region) -> Spec:
     """Groups as plain axes; an unknown axis is an error."""
-    return spec.resolve(lambda a: here.mesh.expand(a))
+    return here.mesh.resolve(spec)
 
 
 def failure(text: str, span: tuple[int, int], message: str, note: str = "") -> SpecError:

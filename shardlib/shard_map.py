@@ -33,7 +33,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 
 def global_spec(spec: Any, ndim: int, mesh: Mesh) -> Spec:
     """A spec at a border: `...` expanded, groups as axes; every axis must be one of the mesh."""
-    return as_spec(spec).expand(ndim).resolve(lambda a: mesh.expand(a))
+    return mesh.resolve(as_spec(spec).expand(ndim))
 
 
 def borders(specs: Any, args: Any, mesh: Mesh, what: str) -> list[Leaf | None]:

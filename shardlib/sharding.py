@@ -1,12 +1,17 @@
 """Moving values between specs inside a per-device function: `reshard` and `gather` turn the difference of two specs
 into collectives.
 
-A dimension's chain of axes changes at its end: what the new chain lacks is gathered, innermost first; what it adds is
-scattered (where a sum over that axis is pending) or sliced, outermost first. Sums left over are made on the smallest value.
+A dimension's chain of axes changes at its end. `plan` finds the cheapest way in elements sent per rank; a collective
+costs a quarter of the value on top. So sums are scattered rather than made whole, what is left of them is made on small
+values, and nothing goes through more collectives for the sake of a few elements.
 """
 
-from collections.abc import Iterable
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -16,115 +21,150 @@ from shardlib import collectives as c
 from shardlib import layout, tree
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Axes, Mesh
-from shardlib.spec import Dim, Spec, as_spec
+from shardlib.spec import Chains, Spec, as_spec
 from shardlib.types import Leaf, Region, padding_allowed, region
 
 
 @dataclass(frozen=True)
 class Move:
-    """One collective of a plan: `op` over `axes`, on dimension `dim` (for `exchange`, from `dim` to `to`)."""
+    """One collective of a plan over `axes`: `sum`; `gather`, `scatter` or `slice` (which sends nothing) along `dim`; or
+    `exchange`, which gathers along `dim` and splits along `to`."""
 
     op: str
     axes: tuple[str, ...]
     dim: int = -1
     to: int = -1
 
+    def after(self, chains: Chains) -> Chains:
+        """The chains once it is done."""
+        out = list(chains)
+        if self.op in ("gather", "exchange"):
+            out[self.dim] = out[self.dim][: -len(self.axes)]
+        if self.op != "sum" and self.op != "gather":
+            at = self.to if self.op == "exchange" else self.dim
+            out[at] = out[at] + self.axes
+        return tuple(out)
 
-def plan(src: Spec, dst: Spec, shape: tuple[int, ...], mesh: Mesh) -> list[Move]:
+
+def plan(src: Spec, dst: Spec, shape: Sequence[int], mesh: Mesh) -> list[Move]:
     """The collectives that turn a value of spec `src` into one of spec `dst`; sends nothing, so it can be shown."""
-    extra = [a for a in dst.pending if a not in src.pending]
-    if extra:
-        raise SpecError(f"`{src}` -> `{dst}`: nothing is pending over {listing(extra)} on the left, so it cannot be on the right")
-    removed: dict[int, tuple[str, ...]] = {}
-    added: dict[int, tuple[str, ...]] = {}
-    for i, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
-        k = 0
-        while k < min(len(a.axes), len(b.axes)) and a.axes[k] == b.axes[k]:
-            k += 1
-        if a.axes[k:]:
-            removed[i] = a.axes[k:]
-        if b.axes[k:]:
-            added[i] = b.axes[k:]
-    exchanges, moves = [], []
-    even = layout.is_even(src, shape, mesh.shape) and layout.is_even(dst, shape, mesh.shape)
-    for i, axes in list(removed.items()):
-        j = next((j for j, other in added.items() if other == axes and j not in removed and i not in added), None)
-        if j is not None and even:
-            exchanges.append(Move("exchange", axes, i, j))
-            del removed[i], added[j]
-
-    freed = {a for axes in removed.values() for a in axes}
-
-    def add(i: int) -> list[Move]:
-        return [Move("scatter" if a in src.pending else "slice", (a,), i) for a in added[i]]
-
-    early = [i for i in added if i not in removed and not freed & set(added[i])]
-    for i in early:
-        moves += add(i)
-    scattered = {a for axes in added.values() for a in axes}
-    sums = tuple(a for a in src.pending if a not in dst.pending and a not in scattered)
-    moves += [Move("sum", mesh.ordered(sums))] * bool(sums)
-    moves += exchanges
-    moves += [Move("gather", axes, i) for i, axes in removed.items()]
-    for i in added:
-        if i not in early:
-            moves += add(i)
-    return _merged(moves, shape, src, mesh)
+    if len(src.dims) != len(dst.dims):
+        raise dst.error(f"`{src}` -> `{dst}`: {len(src.dims)} dimension(s) cannot become {len(dst.dims)}")
+    made = [a for a in dst.pending if a not in src.pending]
+    if made:
+        raise dst.error(f"`{src}` -> `{dst}`: no sum over {listing(made)} is pending on the left", made[0])
+    pending, keep, sizes = frozenset(src.pending), frozenset(dst.pending), tuple(mesh.shape.items())
+    return list(_cheapest(_Search(src.chains, dst.chains, pending, keep, tuple(shape), sizes)))
 
 
-def _merged(moves: list[Move], shape: tuple[int, ...], src: Spec, mesh: Mesh) -> list[Move]:
-    """Adjacent scatters or slices of one dimension as one collective, where the dimension divides."""
-    out: list[Move] = []
-    for m in moves:
-        last = out[-1] if out else None
-        if last and m.op == last.op in ("scatter", "slice") and m.dim == last.dim:
-            axes = src.dims[m.dim].axes + last.axes + m.axes
-            if shape[m.dim] % mesh.size(axes) == 0:
-                out[-1] = replace(last, axes=last.axes + m.axes)
-                continue
-        out.append(m)
-    return out
+@dataclass(frozen=True)
+class _Search:
+    """What a value is at the start and the goal, and what leads from one to the other."""
+
+    start: Chains
+    goal: Chains
+    pending: frozenset[str]
+    keep: frozenset[str]
+    shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    def moves(self, chains: Chains, pending: frozenset[str]) -> Iterator[Move]:
+        """What may lead on from a state."""
+        due = tuple(a for a in self.sizes if a in pending and a not in self.keep)  # sums to make
+        held = {a for chain in chains for a in chain} | pending
+        wanted = tuple(a for chain in self.goal for a in chain)
+        free = tuple(a for a in wanted if a not in held)  # splits to make
+        dims = [i for i, chain in enumerate(self.start) if chain != self.goal[i]]
+        for axes in dict.fromkeys([due, *((a,) for a in due)] if due else []):
+            yield Move("sum", axes)
+        for i in dims:
+            chain, rest = chains[i], _rest(chains[i], self.goal[i])
+            for at in range(len(chain) - len(rest), len(chain)):
+                axes = chain[at:]
+                if self.at_once(i, chain[:at], axes):
+                    yield Move("gather", axes, i)
+                    to = [j for j in dims if j != i and self.at_once(j, chains[j], axes)]
+                    yield from (Move("exchange", axes, i, j) for j in to if any(a in wanted for a in axes))
+            more = () if rest else _rest(self.goal[i], chain)
+            for axes in dict.fromkeys([*(more[:n] for n in range(len(more), 0, -1)), *((a,) for a in due + free)]):
+                for op, among in (("scatter", due), ("slice", free)):
+                    if all(a in among for a in axes) and self.at_once(i, chain, axes):
+                        yield Move(op, axes, i)
+
+    def at_once(self, dim: int, chain: tuple[str, ...], axes: tuple[str, ...]) -> bool:
+        """Whether one collective can cut a dimension over `axes`, after `chain`: the nested cuts are even, and the
+        order is that of the mesh, in which groups count their ranks."""
+        ordered = axes == tuple(a for a in self.sizes if a in axes)
+        length = layout.padded_length(self.shape[dim], chain, self.sizes)
+        return len(axes) == 1 or (ordered and length % self.ways(axes) == 0)
+
+    def ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def held(self, chains: Chains) -> int:
+        """The elements that a rank holds."""
+        return math.prod(layout.padded_length(n, c, self.sizes) for n, c in zip(self.shape, chains, strict=True))
+
+    def cost(self, m: Move, before: Chains, after: Chains) -> int:
+        """Elements that a rank sends and a quarter of the value, times 4 and the number of ranks: a whole number."""
+        n, total, a = self.ways(m.axes), self.ways(self.sizes), self.held(before)
+        if n == 1 or m.op == "slice":
+            return 0
+        parts = {"sum": 2 * a, "gather": a * n, "scatter": self.held(after) * n, "exchange": a}[m.op]
+        return 4 * parts * (n - 1) * total // n + self.held(self.start) * total
+
+
+def _rest(chain: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows in `chain` where it parts from `other`."""
+    k = next((k for k, (a, b) in enumerate(zip(chain, other, strict=False)) if a != b), min(len(chain), len(other)))
+    return chain[k:]
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(search: _Search) -> tuple[Move, ...]:
+    """Dijkstra's algorithm over what the value can be on the way: its chains and its pending sums."""
+    order, done = itertools.count(1), set()
+    queue: list[Any] = [(0, 0, 0, (search.start, search.pending), ())]
+    while True:
+        spent, count, _, state, moves = heapq.heappop(queue)
+        if state == (search.goal, search.keep):
+            return moves
+        if state not in done:
+            done.add(state)
+            for m in search.moves(*state):
+                after = m.after(state[0])
+                cost = spent + search.cost(m, state[0], after)
+                heapq.heappush(queue, (cost, count + 1, next(order), (after, state[1].difference(m.axes)), (*moves, m)))
 
 
 def _fit(x: Tensor, dim: int, length: int) -> Tensor:
     """`x` cut or zero-padded to `length` along `dim`."""
     n = x.shape[dim]
-    if n == length:
-        return x
-    if n > length:
-        return x.narrow(dim, 0, length)
+    if n >= length:
+        return x if n == length else x.narrow(dim, 0, length)
     zeros = [0, 0] * (x.dim() - 1 - dim) + [0, length - n]
     return torch.nn.functional.pad(x, zeros)
 
 
-def _chain(spec: Spec, dim: int, axes: tuple[str, ...]) -> Spec:
-    dims = tuple(replace(d, axes=axes) if i == dim else d for i, d in enumerate(spec.dims))
-    return replace(spec, dims=dims)
+def _perform(here: Region, x: Tensor, m: Move, chains: Chains, shape: tuple[int, ...], invariant: bool) -> Tensor:
+    """One move on a value; `chains` are those after it."""
+    if m.op == "sum":
+        return c._psum(x, m.axes)
 
+    def length(dim: int) -> int:
+        return layout.padded_length(shape[dim], chains[dim], here.mesh.shape)
 
-def _perform(here: Region, x: Tensor, spec: Spec, move: Move, shape: tuple[int, ...], invariant: bool) -> tuple[Tensor, Spec]:
-    sizes, dim = here.mesh.shape, move.dim
-    if move.op == "sum":
-        return c._psum(x, move.axes), spec.without(move.axes)
-    if move.op == "exchange":
-        x = c._all_to_all(x, move.axes, move.to, dim)
-        spec = _chain(spec, dim, spec.dims[dim].axes[: -len(move.axes)])
-        return x, _chain(spec, move.to, spec.dims[move.to].axes + move.axes)
-    held = spec.dims[dim].axes
-    if move.op == "gather":
-        keep = held[: len(held) - len(move.axes)]
-        even = layout.padded_length(shape[dim], keep, sizes) == x.shape[dim] * here.mesh.size(move.axes)
-        for axes in [move.axes] if even else [(a,) for a in reversed(move.axes)]:
-            held = held[: len(held) - len(axes)]
-            x = _fit(c._all_gather(x, axes, dim, invariant), dim, layout.padded_length(shape[dim], held, sizes))
-        return x, _chain(spec, dim, held)
-    held += move.axes
-    x = _fit(x, dim, layout.padded_length(shape[dim], held, sizes) * here.mesh.size(move.axes))
-    if move.op == "scatter":
-        x, spec = c._psum_scatter(x, move.axes, dim), spec.without(move.axes)
-    else:
-        x = _slice(here, x, move.axes, dim)
-    return x, _chain(spec, dim, held)
+    if m.op == "gather":
+        return _fit(c._all_gather(x, m.axes, m.dim, invariant), m.dim, length(m.dim))
+    cut = m.to if m.op == "exchange" else m.dim
+    x = _fit(x, cut, length(cut) * here.mesh.size(m.axes))
+    if m.op == "exchange":
+        return _fit(c._all_to_all(x, m.axes, m.to, m.dim), m.dim, length(m.dim))
+    return c._psum_scatter(x, m.axes, m.dim) if m.op == "scatter" else _slice(here, x, m.axes, m.dim)
 
 
 def _slice(here: Region, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
@@ -151,15 +191,15 @@ def move(x: Tensor, dst: Spec, *, invariant: bool = True, what: str = "reshard")
     with `invariant=False` replicated ones (whose gradient is scattered back)."""
     here, leaf = region(), leaf_of(x, what)
     src = leaf.spec
-    if len(src.dims) != len(dst.dims):
-        raise SpecError(f"{what}: `{src}` -> `{dst}`: the number of dimensions differs")
-    if src.axes == dst.axes and all(a.axes == b.axes for a, b in zip(src.dims, dst.dims)):
-        return x
+    moves = plan(src, dst, leaf.shape, here.mesh)
+    chains = src.chains
     with padding_allowed():
-        spec = src
-        for m in plan(src, dst, leaf.shape, here.mesh):
-            x, spec = _perform(here, x, spec, m, leaf.shape, invariant)
-    final = replace(dst, dims=tuple(Dim(a.name, b.axes) for a, b in zip(src.dims, dst.dims)), stacked=src.stacked)
+        for m in moves:
+            chains = m.after(chains)
+            x = _perform(here, x, m, chains, leaf.shape, invariant)
+        x = x if moves else x.view_as(x)  # what comes in keeps its spec
+    named = (replace(b, name=b.name if a.name == "_" else a.name) for a, b in zip(src.dims, dst.dims, strict=True))
+    final = replace(dst, dims=tuple(named), stacked=src.stacked)
     return settle(x, Leaf(final, leaf.shape))
 
 
@@ -171,28 +211,27 @@ def settle(x: Tensor, leaf: Leaf) -> Tensor:
 
 
 def gather_local(x: Any, axes: Axes | None) -> Any:
-    """`gather` inside a per-device function: the axes removed from the leaves that are split over them; others as they are."""
+    """`gather` inside a per-device function: the axes removed from the leaves split over them; others as they are."""
     mesh = region().mesh
     drop = tuple(mesh.shape) if axes is None else mesh.expand(axes)
 
-    def one(leaf: Any) -> Any:
-        spec = leaf_of(leaf, "gather").spec
-        gone = [a for a in spec.split if a in drop]
-        return move(leaf, _dims_without(spec, gone), invariant=False, what="gather") if gone else leaf
+    def one(path: str, leaf: Any) -> Any:
+        what = f"gather: `{path}`" if path else "gather"
+        spec = leaf_of(leaf, what).spec
+        whole = spec.without(a for a in drop if a in spec.split)
+        return move(leaf, whole, invariant=False, what=what) if whole.chains != spec.chains else leaf
 
-    return tree.map_(one, x)
-
-
-def _dims_without(spec: Spec, axes: Iterable[str]) -> Spec:
-    pending = spec.pending
-    return replace(spec.without(axes), pending=pending)
+    flat, treedef = tree.flatten(x)
+    return tree.unflatten(treedef, map(one, tree.paths(x), flat))
 
 
 def reshard_local(x: Any, specs: Any) -> Any:
     """`reshard` inside a per-device function."""
-    flat, treedef = tree.flatten(x)
-    wanted = tree.broadcast(specs, x, "reshard")
     mesh = region().mesh
-    return tree.unflatten(
-        treedef, [move(t, as_spec(s).expand(t.dim()).resolve(lambda a: mesh.expand(a))) for t, s in zip(flat, wanted)]
-    )
+
+    def one(path: str, leaf: Any, said: Any) -> Tensor:
+        what = f"reshard: `{path}`" if path else "reshard"
+        return move(leaf, mesh.resolve(as_spec(said).expand(leaf_of(leaf, what).spec.ndim)), what=what)
+
+    flat, treedef = tree.flatten(x)
+    return tree.unflatten(treedef, map(one, tree.paths(x), flat, tree.broadcast(specs, x, "reshard")))

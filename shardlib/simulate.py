@@ -8,7 +8,6 @@ a time, and the baton changes hands only in collectives, so a deadlock is seen t
 import contextvars
 import itertools
 import operator
-import os
 import re
 import sys
 import threading
@@ -16,20 +15,22 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode  # the layer below autograd and functorch has no public name
+from torch.utils import _python_dispatch as modes  # the layer below autograd and functorch has no public name
 
+from shardlib import wire
 from shardlib.errors import MeshError, RankError, ShardError, listing
 from shardlib.mesh import Mesh
-from shardlib.wire import MEET, OWN, Args, by_rank, combine, describe, differ, members_by_rank, named, wait
+from shardlib.wire import MEET, OWN, Args, combine
 
-_INSIDE = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>", "<lockstep")
+_PLAYED = {*MEET, *OWN, wire.wait.default}
+_HERE, _TORCH = __file__.removesuffix("simulate.py"), torch.__file__.removesuffix("__init__.py")
+_INSIDE = (_HERE, _TORCH, threading.__file__, "<eval_with_key>", "<lockstep")  # how no file of the user starts
 _VARIABLE = re.compile(r"\bv\d+\b")
 
 
@@ -59,26 +60,24 @@ class _Baton:
     """Who runs, who waits, who is done. Only the thread that holds the baton touches it, so nothing else is locked."""
 
     def __init__(self, mesh: Mesh, body: Callable[[int], None]) -> None:
-        self.mesh, self.body = mesh, body
+        self.mesh, self.body, self.context = mesh, body, contextvars.copy_context()
         self.ready = deque(range(mesh.total))  # can go on: not started yet, or the collective is done
         self.threads: dict[int, threading.Thread] = {}
         self.alive: set[int] = set()  # started and not finished
         self.waiting: dict[int, tuple[Any, Args, tuple[int, ...]]] = {}  # rank: op, arguments, members
         self.arrived: dict[tuple[int, ...], list[int]] = {}  # members: those of them that wait there
         self.results: dict[int, Tensor] = {}
-        self.error: BaseException | None = None
-        self.stopped = False
+        self.error: BaseException | None = None  # stops all
         self.go = [threading.Lock() for _ in range(mesh.total)]  # released once to let the rank go on
-        self.over = threading.Lock()
+        self.over = threading.Lock()  # what the main thread waits for: an interrupted Thread.join takes it for dead
         for lock in (*self.go, self.over):
             lock.acquire()
 
     def wake(self, rank: int) -> None:
         if rank in self.threads:
-            self.go[rank].release()
-            return
+            return self.go[rank].release()
         # started by whoever passes the baton, so that no interrupt of the main thread can fall between two starts
-        run = contextvars.copy_context().run
+        run = self.context.copy().run
         self.threads[rank] = threading.Thread(target=run, args=(self.run, rank), name=f"rank {rank}", daemon=True)
         self.alive.add(rank)
         self.threads[rank].start()
@@ -86,45 +85,38 @@ class _Baton:
     def run(self, rank: int) -> None:
         try:
             self.body(rank)
-        except _Stop:
-            pass
-        except BaseException as e:
-            self.fail(_raised(e, f"rank {rank}"))
+        except BaseException as e:  # a _Stop comes after an error
+            self.error = self.error or _raised(e, f"rank {rank}")
         self.alive.remove(rank)
-        if self.alive and not self.ready and not self.stopped:
-            self.fail(self.deadlock())
-        if self.stopped:
+        if self.alive and not self.ready and not self.error:
+            self.error = self.deadlock()
+        if self.error:
             self.ready = deque(self.alive)  # they unwind one after the other; ranks not started never are
         if self.ready:
             self.wake(self.ready.popleft())
         else:
             self.over.release()
 
-    def fail(self, error: BaseException) -> None:
-        self.error, self.stopped = self.error or error, True
-
     def meet(self, rank: int, target: Any, args: Args) -> Tensor:
         """Wait until all members of the rank's group are in the same collective; the rank's result."""
-        if self.stopped:
-            raise _Stop
-        members = members_by_rank(self.mesh, args)[rank]
+        members = wire.members_by_rank(self.mesh, args)[rank]
         self.waiting[rank] = target, args, members
         here = self.arrived.setdefault(members, [])
         here.append(rank)
         op, first, _ = self.waiting[here[0]]
-        if op is not target or differ(target, first, args):
-            self.fail(RankError(f"ranks disagree on a collective:\n{by_rank({r: self.where(r) for r in here})}"))
+        if op is not target or wire.differ(target, first, args):
+            self.error = self.error or wire.disagreement({r: self.where(r) for r in here})
         elif len(here) == len(members):
             del self.arrived[members]
             results = MEET[target](len(members), [self.waiting.pop(r)[1] for r in members])
             self.results.update(zip(members, results, strict=True))
             self.ready.extend(here[:-1])
         elif not self.ready:
-            self.fail(self.deadlock())
+            self.error = self.error or self.deadlock()
         else:
             self.wake(self.ready.popleft())
             self.go[rank].acquire()
-        if self.stopped:
+        if self.error:
             raise _Stop
         return self.results.pop(rank)
 
@@ -134,48 +126,47 @@ class _Baton:
         frame = sys._current_frames().get(self.threads[rank].ident or 0)  # the only way to see another thread's stack
         while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
             frame = frame.f_back
-        return describe(target, args) + (f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else "")
+        return wire.describe(target, args) + (f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else "")
 
     def deadlock(self) -> RankError:
         told = dict.fromkeys(range(self.mesh.total), "finished")
         for rank, (_, _, members) in self.waiting.items():
-            told[rank] = f"{self.where(rank)}, waits for {named(set(members).difference(self.arrived[members]))}"
-        return RankError(f"deadlock: no rank can go on\n{by_rank(told)}")
+            told[rank] = f"{self.where(rank)}, waits for {wire.named(set(members).difference(self.arrived[members]))}"
+        return RankError(f"deadlock: no rank can go on\n{wire.by_rank(told)}")
 
 
-class _Wire(TorchDispatchMode):
+class _Wire(modes.TorchDispatchMode):
     """Below all that a rank's function enters: takes the collectives, passes on the rest."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled; skipping costs a third of the time per op
+        return False  # nothing here is ever compiled, and skipping costs a third of the time per op
 
     def __init__(self, baton: _Baton, rank: int) -> None:
         super().__init__()
         self.baton, self.rank = baton, rank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is wait.default:
+        if self.baton.error:
+            raise _Stop
+        if func not in _PLAYED or modes._get_current_dispatch_mode():  # torch keeps fake and tracing modes below others
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is wire.wait.default:
             return args[0]
         if func in MEET:
             return self.baton.meet(self.rank, func, args)
-        if func in OWN:
-            return OWN[func](members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
-        if self.baton.stopped:
-            raise _Stop
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return OWN[func](wire.members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
 
 
 def run_threads(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
     """`fn(*args[r])` for every rank r of a simulated mesh, each in a thread of its own, one running at a time.
 
     Ranks take turns at collectives only, in a fixed order. Any Python goes: transforms of torch.func, plain backward,
-    shapes and branches that differ by rank (`current_rank`). The threads have the caller's context variables, grad
-    mode, default device and number of threads, not its modes. Raises a rank's `ShardError` with a note that names the
-    rank, a `RankError` from any other exception, and `RankError` at once when ranks disagree on a collective or none
-    can go on. No thread is left behind.
+    shapes and branches that differ by rank (`current_rank`). Threads have the caller's context variables, grad mode,
+    default device and number of threads, not its modes. Raises a rank's `ShardError` with a note naming the rank, a
+    `RankError` from any other exception, and `RankError` at once when ranks disagree on a collective or none can go on.
     """
     if len(args) != mesh.total:
         raise MeshError(f"arguments for {len(args)} ranks on {mesh!r}, which has {mesh.total}")
@@ -197,33 +188,28 @@ def run_threads(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]
             outputs[rank] = fn(*args[rank])
 
     baton = _Baton(mesh, body)
-    with TorchDispatchMode():  # torch's flag "some mode is on" is global: threads must find it set, or may leave it set
-        baton.wake(baton.ready.popleft())
+    with modes.TorchDispatchMode():  # torch's flag "a mode is on" is global: who finds it unset may leave it set
         try:
+            baton.wake(baton.ready.popleft())
             baton.over.acquire()
-        except BaseException:  # an interrupt: the rank that runs stops at its next op, the others where they wait
-            baton.stopped = True
+        except BaseException as e:  # an interrupt: the rank that runs stops at its next op, the others where they wait
+            baton.error = e
             baton.over.acquire()
-            raise
-        finally:
-            for thread in baton.threads.values():
-                thread.join()
+        for thread in baton.threads.values():
+            thread.join()
     if baton.error is not None:
         raise baton.error
     return outputs
 
 
 class _Writer:
-    """Writes graphs as generators, which take the rank, the module and its inputs, yield `((op, groups), arguments)` at
-    each collective, are sent its results by rank, and return the outputs.
-
-    Variables are `v0`; what is no int, bool, None or structure of them is a constant `k0`; comments name the nodes.
+    """Writes graphs as generators of the rank `r`, the module `m` and the list of its inputs. They yield `((op,
+    groups), operands)` at collectives, are sent results by rank, return the outputs. `v0`: variable, `k0`: constant.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.count = mesh, itertools.count()
-        self.names: dict[str, Any] = {"attribute": lambda module, path: reduce(getattr, path.split("."), module)}
-        self.source: list[str] = []
+        self.names, self.source = dict[str, Any](), list[str]()
 
     def constant(self, value: Any) -> str:
         self.names[name := f"k{next(self.count)}"] = value
@@ -237,8 +223,6 @@ class _Writer:
             return f"[{items}]" if isinstance(a, list) else f"({items})"
         if isinstance(a, dict):
             return f"{{{''.join(f'{self.constant(k)}: {self.expression(x, env)}, ' for k, x in a.items())}}}"
-        if isinstance(a, slice):
-            return f"slice{self.expression((a.start, a.stop, a.step), env)}"
         return repr(a) if a is None or type(a) in (bool, int) else self.constant(a)
 
     def value(self, node: Node, module: Any, env: Mapping[Node, str], path: str) -> tuple[str, str]:
@@ -247,22 +231,22 @@ class _Writer:
         args = [self.expression(a, env) for a in node.args]
         call = f"({', '.join([*args, *(f'{k}={self.expression(a, env)}' for k, a in node.kwargs.items())])})"
         hand = f"a = [{', '.join(args)}]"
-        if node.op == "get_attr":
-            return f"attribute(m, {self.constant(target)})", ""
-        if node.op == "call_module":
-            called = self.graph(module.get_submodule(target), f"{path}{target}.")
-            return f"yield from {called}(r, attribute(m, {self.constant(target)}), a)", hand
+        if node.op in ("get_attr", "call_module"):
+            part = f"{self.constant(operator.attrgetter(target))}(m)"
+            if node.op == "get_attr":
+                return part, ""
+            return f"yield from {self.graph(module.get_submodule(target), f'{path}{target}.')}(r, {part}, a)", hand
         if node.op != "call_function":
             raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
-        if target is wait.default:
+        if target is wire.wait.default:
             return args[0], ""
         if target is operator.getitem:
             return f"{args[0]}[{args[1]}]", ""
         if target in OWN:
-            index = self.constant([m.index(r) for r, m in enumerate(members_by_rank(self.mesh, node.args))])
+            index = self.constant([m.index(r) for r, m in enumerate(wire.members_by_rank(self.mesh, node.args))])
             return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", ""
         if target in MEET:
-            groups = tuple(dict.fromkeys(members_by_rank(self.mesh, node.args)))
+            groups = tuple(dict.fromkeys(wire.members_by_rank(self.mesh, node.args)))
             return f"(yield {self.constant((target, groups))}, a).pop(r)", hand
         return self.constant(target) + call, ""
 
@@ -270,7 +254,6 @@ class _Writer:
         """Write the generator of a graph, after those of the graphs that it calls; its name."""
         *nodes, output = module.graph.nodes
         env = {node: f"v{next(self.count)}" for node in nodes if node.op == "placeholder"}
-        # variables, their value, the statement that hands over for it, a comment
         lines = [(f"[{', '.join(env.values())}]", "given", "", "the inputs")]
         for node in [n for n in nodes if n not in env]:
             text, hand = self.value(node, module, env, path)
@@ -301,8 +284,9 @@ def _program(mesh: Mesh, module: GraphModule) -> tuple[Any, ...]:
     if mesh.name not in held or held[mesh.name][0] != code:
         writer = _Writer(mesh)
         name = writer.graph(module)
+        writer.source += ["def start(r, m, given):", f"    yield None, (yield from {name}(r, m, given))"]
         exec(compile("\n".join(writer.source), f"<lockstep {id(writer)}>", "exec"), writer.names)
-        held[mesh.name] = code, writer.names[name], writer.source
+        held[mesh.name] = code, writer.names["start"], writer.source
     return held[mesh.name]
 
 
@@ -319,44 +303,42 @@ def run_lockstep(
         raise MeshError(f"inputs for {len(inputs)} ranks on {mesh!r}, which has {mesh.total}")
     _, start, source = _program(mesh, module)
     ranks = [start(r, module, x if isinstance(x, list) else [*x]) for r, x in enumerate(inputs)]
-    outputs: list[Any] = []
     rank, results = 0, None
     try:
         with torch.no_grad():
-            while not outputs:
+            while True:
                 asked = []
                 for rank in range(mesh.total):
-                    try:
-                        asked.append(ranks[rank].send(results))
-                    except StopIteration as end:
-                        outputs.append(end.value)
-                target, groups = asked[0][0] if asked else (None, ())
-                results = {}
+                    asked.append(ranks[rank].send(results))
+                if asked[0][0] is None:
+                    break
+                (target, groups), results = asked[0][0], {}
                 for members in groups:
                     rank, operands = members[0], [asked[r][1] for r in members]
-                    results.update(zip(members, combine(target, operands, members), strict=True))
+                    try:
+                        results.update(zip(members, combine(target, operands, members), strict=True))
+                    except Exception as e:
+                        ranks[rank].throw(e)  # which leads the traceback through the node
                     for handed in operands:
                         handed.clear()
     except Exception as e:
-        frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(e.__traceback__)]
-        lines = [line for file, line in frames if file == start.__code__.co_filename] or [ranks[rank].gi_frame.f_lineno]
-        raise _raised(e, f"rank {rank}, {source[lines[-1] - 1].split('  # ')[-1]}") from e.__cause__
+        frames = traceback.walk_tb(e.__traceback__)
+        *_, line = (line for f, line in frames if f.f_code.co_filename == start.__code__.co_filename)
+        error = _raised(e, f"rank {rank}, {source[line - 1].split('  # ')[-1]}")
+        raise error from error.__cause__
     for position, axes in (equal or {}).items():
-        _check_equal(mesh, [x[position] if isinstance(x, (list, tuple)) else x for x in outputs], axes, position)
-    return outputs
-
-
-def _check_equal(mesh: Mesh, values: list[Any], axes: Sequence[str], position: int) -> None:
-    first = [mesh.members(rank, axes)[0] for rank in range(mesh.total)]
-    told = {r: f"{how} rank {first[r]}" for r, x in enumerate(values) if (how := _difference(x, values[first[r]]))}
-    if told:
-        raise RankError(f"output {position} must be equal over {listing(axes)}, but is not:\n{by_rank(told)}")
+        values = [x[position] if isinstance(x, (list, tuple)) else x for _, x in asked]
+        first = [mesh.members(rank, axes)[0] for rank in range(mesh.total)]
+        told = {r: f"{how} rank {first[r]}" for r, x in enumerate(values) if (how := _difference(x, values[first[r]]))}
+        if told:
+            raise RankError(f"output {position} must be equal over {listing(axes)}, but is not:\n{wire.by_rank(told)}")
+    return [x for _, x in asked]
 
 
 def _difference(a: Any, b: Any) -> str:
     """How `a` differs from what is to hold the same bits, if it does."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else "is no match for that of"
+    if not isinstance(a, Tensor):
+        return "" if a == b else f"is {a!r}, not {b!r} as on"
     a, b = a.reshape(-1).contiguous(), b.reshape(-1).contiguous()
     x, y = a.view(torch.uint8), b.view(torch.uint8)
     if torch.equal(x, y):

@@ -3,15 +3,18 @@
     spec    :=  (dim | "..." )*  ("+" axis)*  ["@" memory]
     dim     :=  name ("/" axis)*  |  "(" name* ")" ("/" axis)*        parentheses only in `rearrange`
     pattern :=  spec ("," spec)* "->" spec ("," spec)*
+
+The name `_` binds nothing: it is what the dimensions of `...` are called.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from shardlib.errors import SpecError, caret, nearest
 
+Chains = tuple[tuple[str, ...], ...]  # by dimension, the axes that split it, major to minor
 MEMORIES = ("device", "host", "disk")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -39,7 +42,9 @@ class Spec:
     """A parsed spec.
 
     `auto` holds axes over which a layout wants the leaf cut at its largest dimension that divides (`zero`), before
-    the sizes are known. `stacked` counts leading dimensions that `stack` added: optimizers and files see one leaf a layer.
+    the sizes are known. `stacked` counts leading dimensions that `stack` added: optimizers and files see each slice as
+    a leaf.
+    `text[span]` is what it was parsed from, for messages; no text where it was computed.
     """
 
     dims: tuple[Dim, ...]
@@ -48,6 +53,7 @@ class Spec:
     auto: tuple[str, ...] = ()
     stacked: int = 0
     text: str = field(default="", compare=False)
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __str__(self) -> str:
         tail = [f"+{a}" for a in self.pending] + [f"@{self.memory}"] * (self.memory != "device")
@@ -56,6 +62,14 @@ class Spec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(d.name for d in self.dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def chains(self) -> Chains:
+        return tuple(d.axes for d in self.dims)
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -71,14 +85,27 @@ class Spec:
     def has_ellipsis(self) -> bool:
         return any(d.name == ELLIPSIS for d in self.dims)
 
+    def error(self, message: str, at: int | str | None = None, note: str = "") -> SpecError:
+        """An error that shows the string, with a caret under a dimension (by number), an axis, or all of the spec."""
+        shown = self if self.text else _Scanner(str(self), 0, len(str(self))).spec()
+        span = shown.span
+        if isinstance(at, int):
+            span = shown.dims[at].span
+        elif at is not None:
+            pending = re.compile(rf"\+{at}\b").search(shown.text, *shown.span)
+            spans = [pending.span()] if pending else [d.span for d in shown.dims if at in d.axes]
+            span = spans[0] if spans else span
+        return SpecError(f"{message}\n{caret(shown.text, *span, note, _label(shown.text))}")
+
     def expand(self, ndim: int) -> "Spec":
         """The spec for a tensor of `ndim` dimensions: `...` becomes as many unsplit, unnamed dimensions as needed."""
         if not self.has_ellipsis:
             return self
-        at, missing = self.names.index(ELLIPSIS), ndim - len(self.dims) + 1
-        if missing < 0:
-            raise SpecError(f"`{self}` names {len(self.dims) - 1} dimensions, the tensor has {ndim}")
-        return replace(self, dims=self.dims[:at] + tuple(Dim("_") for _ in range(missing)) + self.dims[at + 1 :])
+        at, count = self.names.index(ELLIPSIS), ndim - len(self.dims) + 1
+        if count < 0:
+            raise self.error(f"`{self}` names {len(self.dims) - 1} dimension(s) beside `...`, the tensor has {ndim}")
+        free = (Dim("_", span=self.dims[at].span),) * count
+        return replace(self, dims=self.dims[:at] + free + self.dims[at + 1 :])
 
     def without(self, axes: Iterable[str]) -> "Spec":
         """The spec with `axes` removed from every dimension, from the pending sums and from `auto`."""
@@ -88,13 +115,13 @@ class Spec:
             return tuple(a for a in names if a not in drop)
 
         dims = tuple(replace(d, axes=keep(d.axes)) for d in self.dims)
-        return replace(self, dims=dims, pending=keep(self.pending), auto=keep(self.auto))
+        return replace(self, dims=dims, pending=keep(self.pending), auto=keep(self.auto), text="")
 
     def with_pending(self, axes: Iterable[str]) -> "Spec":
         """The spec with `axes` as further pending sums."""
-        return replace(self, pending=self.pending + tuple(a for a in axes if a not in self.pending))
+        return replace(self, pending=self.pending + tuple(a for a in axes if a not in self.pending), text="")
 
-    def resolve(self, fn) -> "Spec":
+    def resolve(self, fn: Callable[[str], tuple[str, ...]]) -> "Spec":
         """The spec with every axis replaced by the axes `fn` gives for it (a group by its axes)."""
 
         def flat(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -107,8 +134,10 @@ class Spec:
 
     def prepend(self, dims: "Spec") -> "Spec":
         """The spec of a stack of such leaves: `dims` (as from `stack`) in front."""
-        text = f"{dims} {self}".strip()
-        return replace(self, dims=dims.dims + self.dims, stacked=self.stacked + len(dims.dims), text=text)
+        twice = next((a for a in dims.split if a in self.axes), None)
+        if twice is not None:
+            raise dims.error(f"a leaf `{self}` cannot be stacked along `{dims}`: it names `{twice}` already", twice)
+        return replace(self, dims=dims.dims + self.dims, stacked=self.stacked + len(dims.dims), text="")
 
     def unstack(self, count: int = 1) -> "Spec":
         """The spec of one slice along the first `count` dimensions."""
@@ -129,8 +158,12 @@ class Pattern:
         return frozenset(a for s in self.inputs + self.outputs for a in s.axes)
 
 
+def _label(text: str) -> str:
+    return "pattern" if "->" in text else "spec"
+
+
 def _fail(text: str, start: int, end: int, message: str, note: str = "") -> SpecError:
-    return SpecError(f"{message}\n{caret(text, start, end, note)}")
+    return SpecError(f"{message}\n{caret(text, start, end, note, _label(text))}")
 
 
 class _Scanner:
@@ -146,8 +179,10 @@ class _Scanner:
     def word(self, pattern: re.Pattern[str], what: str) -> str:
         match = pattern.match(self.text, self.at, self.end)
         if not match:
-            got = f"`{self.text[self.at]}`" if self.at < self.end else "the end"
-            raise _fail(self.text, self.at, self.at + 1, f"expected {what}, found {got}")
+            got = self.text[self.at] if self.at < self.end else ""
+            got = "a space" if got.isspace() else f"`{got}`" if got else "the end"
+            note = "no space may stand before `/`" if got == "`/`" and what == "a dimension name" else ""
+            raise _fail(self.text, self.at, self.at + 1, f"expected {what}, found {got}", note)
         self.at = match.end()
         return match.group()
 
@@ -185,11 +220,14 @@ class _Scanner:
             if name == ELLIPSIS and axes:
                 raise _fail(self.text, start, self.at, "`...` stands for unsplit dimensions and takes no axis")
             if self.at < self.end and not self.text[self.at].isspace():
-                raise _fail(self.text, self.at, self.at + 1, f"unexpected `{self.text[self.at]}`", "a space is missing?")
+                found = self.text[self.at]
+                note = "one spec stands here, without commas" if found == "," else "a space is missing?"
+                raise _fail(self.text, self.at, self.at + 1, f"unexpected `{found}`", note)
             yield Dim(name, axes, parts, (start, self.at))
             self.skip()
 
     def spec(self) -> Spec:
+        self.skip()
         begin, dims, seen = self.at, tuple(self.dims()), {}
         for d in dims:
             for a in d.axes:
@@ -215,17 +253,29 @@ class _Scanner:
                 raise _fail(self.text, start, self.at, f"unknown memory `{memory}`{nearest(memory, MEMORIES)}",
                             "host or disk")  # fmt: skip
             self.skip()
+        stop = len(self.text[: self.end].rstrip())
         if self.at < self.end:
-            raise _fail(self.text, self.at, self.end, "nothing may follow the pending sums and the memory")
-        return Spec(dims, tuple(pending), memory, text=self.text[begin : self.end].strip())
+            raise _fail(self.text, self.at, stop, "nothing may follow the pending sums and the memory")
+        return Spec(dims, tuple(pending), memory, text=self.text, span=(min(begin, stop), stop))
+
+
+def parse(text: str) -> Spec:
+    """Parse one spec, as annotations and borders take it. Raises `SpecError` with a caret under the culprit."""
+    if not isinstance(text, str):
+        raise SpecError(f"a spec is a string such as 'd_model/dp heads/tp', not {text!r}")
+    return _parse(text)
 
 
 @lru_cache(maxsize=4096)
-def parse(text: str) -> Spec:
-    """Parse one spec. Raises `SpecError` with a caret under the culprit."""
-    if not isinstance(text, str):
-        raise SpecError(f"a spec is a string such as 'd_model/dp heads/tp', not {text!r}")
-    return _Scanner(text, 0, len(text)).spec()
+def _parse(text: str) -> Spec:
+    arrow = text.find("->")
+    if arrow >= 0:
+        raise _fail(text, arrow, arrow + 2, "one spec is expected here, not a pattern")
+    spec = _Scanner(text, 0, len(text)).spec()
+    for d in spec.dims:
+        if d.name.startswith("("):
+            raise _fail(text, *d.span, "parentheses stand in the patterns of `rearrange` only", "name the product")
+    return spec
 
 
 def as_spec(spec: "str | Spec") -> Spec:
@@ -253,9 +303,14 @@ def parse_pattern(text: str, inputs: int | None = None, outputs: int | None = 1)
         at = text.find("->", arrow + 2)
         raise _fail(text, at, at + 2, "a pattern has one `->`")
     left, right = _specs(text, 0, arrow), _specs(text, arrow + 2, len(text))
-    for side, want, got, span in (("left", inputs, left, (0, arrow)), ("right", outputs, right, (arrow + 2, len(text)))):
+    for side, want, got in (("left", inputs, left), ("right", outputs, right)):
         if want is not None and len(got) != want:
-            raise _fail(text, *span, f"{want} spec(s) expected on the {side} of `->`, found {len(got)}")
+            raise _fail(
+                text,
+                got[0].span[0],
+                got[-1].span[1],
+                f"{_count(want)} on the {side} of `->` expected, found {len(got)}",
+            )
     return Pattern(left, right, text)
 
 
@@ -264,5 +319,9 @@ def parse_list(text: str, count: int) -> tuple[Spec, ...]:
     """Parse `"batch/dp seq vocab/tp, batch/dp seq"`: `count` specs separated by commas."""
     found = _specs(text, 0, len(text))
     if len(found) != count:
-        raise _fail(text, 0, len(text), f"{count} specs separated by commas expected, found {len(found)}")
+        raise _fail(text, 0, len(text), f"{_count(count)} expected, separated by commas, found {len(found)}")
     return found
+
+
+def _count(n: int) -> str:
+    return "one spec" if n == 1 else f"{n} specs"

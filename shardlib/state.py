@@ -1,5 +1,7 @@
 """State at rest: trees of `Array`s made, taken apart and moved between specs."""
 
+import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
 
-from shardlib import layout, random, tree
+from shardlib import errors, layout, random, tree
 from shardlib.array import Array
-from shardlib.errors import MeshError, SpecError, TreeError
+from shardlib.errors import MeshError, SpecError, TreeError, located, nearest
 from shardlib.mesh import Axes, Mesh, current_mesh
 from shardlib.shard_map import global_spec, shard_map
-from shardlib.sharding import gather_local, move, reshard_local
+from shardlib.sharding import gather_local, move, plan, reshard_local
 from shardlib.spec import Spec
 from shardlib.types import inside
 
@@ -25,25 +27,23 @@ def _specs_for(tree_: Any, specs: Any, what: str) -> list[Any]:
         if not tree.is_pytree_class(type(tree_)):
             raise SpecError(f"{what}: give specs; only a @pytree object brings its own, found {type(tree_).__name__}")
         specs = type(tree_)
-    return tree.broadcast(specs, tree_, what)
+    return tree.broadcast(specs, tree_, f"{what}: specs")
 
 
-def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec, str], Any], mesh: Mesh) -> Any:
+def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec], Array], mesh: Mesh) -> Any:
     flat, treedef = tree.flatten(tree_)
     out = []
     for path, x, said in zip(tree.paths(tree_), flat, _specs_for(tree_, specs, what), strict=True):
         at = f"{what}: `{path}`" if path else what
         if not isinstance(x, Tensor):
-            raise SpecError(f"{at} is {type(x).__name__}; a tensor is needed")
+            raise SpecError(f"{at} is a {type(x).__name__}; a tensor is needed")
         if isinstance(x, Array):
-            raise SpecError(f"{at} is an array at rest already: sl.reshard changes its spec")
-        try:
+            raise SpecError(f"{at} is an array at rest already (`{x.spec}`): sl.reshard changes its spec")
+        with located(at):
             spec = layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
-        except SpecError as e:
-            raise SpecError(f"{at}: {e}") from None
-        if spec.pending:
-            raise SpecError(f"{at}: `{spec}` says that a sum is pending, which a global value is not")
-        out.append(make(x.detach(), spec, at))
+            if spec.pending:
+                raise spec.error("a global value is no sum still to be made", spec.pending[0], "leave it out")
+            out.append(make(x.detach(), spec))
     return tree.unflatten(treedef, out)
 
 
@@ -69,7 +69,7 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
     """
     m = mesh or current_mesh()
 
-    def make(x: Tensor, spec: Spec, _: str) -> Array:
+    def make(x: Tensor, spec: Spec) -> Array:
         padded = layout.padded_shape(spec, x.shape, m.shape)
         made: dict[tuple[slice, ...] | Any, Tensor] = {}
         shards = []
@@ -87,13 +87,13 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
 def from_local(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
     """Each rank's own tensors -> arrays: the global shape is the local one times the axes of each dimension.
 
-    Ranks along axes that a spec does not name must pass equal tensors. Not for simulated meshes (one process holds all).
+    Ranks along axes that a spec does not name must pass equal tensors. Not for simulated meshes: one process holds all.
     """
     m = mesh or current_mesh()
     if m.simulate and m.total > 1:
         raise MeshError("from_local on a simulated mesh: this process is every rank; pass the global batch to sl.shard")
 
-    def make(x: Tensor, spec: Spec, _: str) -> Array:
+    def make(x: Tensor, spec: Spec) -> Array:
         local = x.to(m.device)
         local = local.clone() if local.data_ptr() == x.data_ptr() else local
         return Array([local.contiguous()], spec, layout.global_shape(spec, x.shape, m.shape), m)
@@ -102,8 +102,21 @@ def from_local(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
 
 
 def local(tree_: Any, rank: int | None = None) -> Any:
-    """Arrays -> this rank's shards without padding (on a simulated mesh, those of `rank`)."""
-    return tree.map_(lambda x: x.local(rank), tree_)
+    """Arrays -> this rank's shards (on a simulated mesh, those of `rank`) without padding: views, not copies."""
+    flat, treedef = _arrays(tree_, "local")
+    return tree.unflatten(treedef, [x.local(rank) for x in flat])
+
+
+def _arrays(tree_: Any, what: str) -> tuple[list[Array], Any]:
+    """The leaves, which must be arrays of one mesh, and the structure."""
+    flat, treedef = tree.flatten(tree_)
+    for path, x in zip(tree.paths(tree_), flat, strict=True):
+        at = f"{what}: `{path}`" if path else f"{what}: the value"
+        if not isinstance(x, Array):
+            raise SpecError(f"{at} is a {type(x).__name__}, not an array at rest: sl.shard makes one")
+        if x.mesh.shape != flat[0].mesh.shape:
+            raise MeshError(f"{at} lies on {x.mesh!r}, others on {flat[0].mesh!r}: one call moves leaves of one mesh")
+    return flat, treedef
 
 
 def gather(tree_: Any, axes: Axes | None = None) -> Any:
@@ -114,10 +127,7 @@ def gather(tree_: Any, axes: Axes | None = None) -> Any:
     """
     if inside():
         return gather_local(tree_, axes)
-    flat, treedef = tree.flatten(tree_)
-    for path, x in zip(tree.paths(tree_), flat):
-        if not isinstance(x, Array):
-            raise SpecError(f"gather: `{path}` is {type(x).__name__}, not an array at rest")
+    flat, treedef = _arrays(tree_, "gather")
     if not flat:
         return tree_
     mesh = flat[0].mesh
@@ -132,41 +142,48 @@ def _whole(x: Array) -> Tensor:
 
 
 def _move(specs: list[Spec], flat: list[Array], mesh: Mesh) -> list[Array]:
-    if all(x.spec == s for x, s in zip(flat, specs)):
+    if all(x.spec == s for x, s in zip(flat, specs, strict=True)):
         return flat
-    return shard_map(
-        lambda xs: [move(x, s) for x, s in zip(xs, specs)], in_specs=None, out_specs=None, mesh=mesh
-    )(flat)
+
+    def moved(xs: list[Tensor]) -> list[Tensor]:
+        return [move(x, s) for x, s in zip(xs, specs, strict=True)]
+
+    return shard_map(moved, in_specs=None, out_specs=None, mesh=mesh)(flat)
 
 
 def reshard(tree_: Any, specs: Any) -> Any:
     """Bring every leaf to another spec with the cheapest collectives; at rest or inside a per-device function.
 
-    Inside, gathers and sums give invariant values. Pending leaves of `tree_` are summed or scattered.
+    Inside, gathers and sums give invariant values. Pending leaves of `tree_` are summed or scattered. Names of
+    dimensions stay: a spec says where to cut.
     """
     if inside():
         return reshard_local(tree_, specs)
-    flat, treedef = tree.flatten(tree_)
+    flat, treedef = _arrays(tree_, "reshard")
     if not flat:
         return tree_
-    mesh = flat[0].mesh
-    wanted = [global_spec(s, x.dim(), mesh) for s, x in zip(tree.broadcast(specs, tree_, "reshard"), flat)]
-    kept = [replace(s, stacked=x.spec.stacked) for s, x in zip(wanted, flat)]
-    return tree.unflatten(treedef, _move(kept, flat, mesh))
+    mesh, wanted = flat[0].mesh, []
+    for path, x, said in zip(tree.paths(tree_), flat, tree.broadcast(specs, tree_, "reshard: specs"), strict=True):
+        with located(f"reshard: `{path}`" if path else "reshard"):
+            spec = replace(layout.check_rank(global_spec(said, x.dim(), mesh), x.shape), stacked=x.spec.stacked)
+            plan(x.spec, spec, x.shape, mesh)
+        wanted.append(spec)
+    return tree.unflatten(treedef, _move(wanted, flat, mesh))
 
 
 # ---- made from nothing
 
 
-def _shape(spec: Spec, sizes: Mapping[str, int], path: str) -> tuple[int, ...]:
-    missing = [d.name for d in spec.dims if d.name not in sizes and not d.name.isdigit()]
-    if missing:
-        raise SpecError(f"init: `{path}` (`{spec}`) needs a size for `{missing[0]}`; sizes has {', '.join(sizes) or 'none'}")
+def _shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    for i, d in enumerate(spec.dims):
+        if d.name not in sizes and not d.name.isdigit():
+            has = f"sizes has {errors.sizes(sizes)}{nearest(d.name, sizes)}"
+            raise spec.error(f"a size is needed for `{d.name}`; {has}", i)
     return tuple(sizes[d.name] if d.name in sizes else int(d.name) for d in spec.dims)
 
 
 def _default_init(spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Ones for vectors; else a normal whose variance is 1 / (all dimensions but the largest... of the layer's inputs)."""
+    """Ones for vectors and scalars, else a normal of variance 1 / the first dimension, a layer's input."""
     inner = shape[spec.stacked :]
     return "ones" if len(inner) < 2 else 1.0 / math.sqrt(max(1, inner[0]))
 
@@ -174,52 +191,73 @@ def _default_init(spec: Spec, shape: tuple[int, ...]) -> Any:
 def _draw(key: Tensor, how: Any, shape: tuple[int, ...], dtype: torch.dtype, index: Tensor) -> Tensor:
     if how in ("zeros", "ones"):
         return torch.full(index.shape, float(how == "ones"), dtype=dtype, device=index.device)
-    if callable(how):
-        return how(key, shape, dtype, index=index)
-    return random.normal(key, shape, dtype, index=index) * how
+    if isinstance(how, (int, float)):
+        return random.normal(key, shape, dtype, index=index) * how
+    return how(key, shape, dtype, index=index)
 
 
-def _make_shard(field: tree.Field, spec: Spec, shape: tuple[int, ...], path: str, key: Tensor, at: tuple[slice, ...]) -> Tensor:
+def _make_shard(field: tree.Field, shape: tuple[int, ...], path: str, key: Tensor, at: tuple[slice, ...]) -> Tensor:
     """One rank's true shard of a leaf. A stacked leaf is drawn layer by layer, each with the key of its own path."""
-    dtype, how = field.dtype or torch.float32, _default_init(spec, shape) if field.init is None else field.init
-    k, inner = spec.stacked, shape[spec.stacked :]
+    dtype, how = field.dtype or torch.float32, field.init
+    how = _default_init(field.spec, shape) if how is None else how
+    k, inner = field.spec.stacked, shape[field.spec.stacked :]
     index = random.global_index(inner, [s.start for s in at[k:]], [s.stop - s.start for s in at[k:]])
     layers = [range(s.start, s.stop) for s in at[:k]]
     out = torch.empty([len(r) for r in layers] + list(index.shape), dtype=dtype)
-    for place in _places([len(r) for r in layers]):
-        flat = 0
-        for n, r, i in zip(shape, layers, place):
-            flat = flat * n + r[i]
-        own = path.replace("*", str(flat), 1) if k else path
-        out[place] = _draw(random.fold_in(key, zlib.crc32(own.encode())), how, inner, dtype, index)
+    for place in itertools.product(*(range(len(r)) for r in layers)):
+        layer = [r[i] for r, i in zip(layers, place, strict=True)]
+        own = random.fold_in(key, zlib.crc32(_layer_path(path, field.levels, layer, shape).encode()))
+        out[place] = _draw(own, how, inner, dtype, index)
     return out
 
 
-def _places(lengths: list[int]) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = [()]
-    for n in lengths:
-        out = [(*p, i) for p in out for i in range(n)]
-    return out
+def _layer_path(path: str, levels: tuple[int, ...], layer: list[int], shape: tuple[int, ...]) -> str:
+    """The path of one layer of a stacked leaf, as if stacks were lists: for each `*` a number, row-major in its level."""
+    done = 0
+    for n in levels:
+        number = 0
+        for i, length in zip(layer[done : done + n], shape[done : done + n], strict=True):
+            number = number * length + i
+        path, done = path.replace("*", str(number), 1), done + n
+    return path
 
 
-def init(model: Any, sizes: Mapping[str, int] | None = None, *, key: Tensor, specs: Any = None, mesh: Mesh | None = None) -> Any:
+def init(
+    model: Any,
+    specs: Any = None,
+    *,
+    sizes: Mapping[str, Any] | None = None,
+    key: Tensor,
+    dtype: torch.dtype = torch.float32,
+    mesh: Mesh | None = None,
+) -> Any:
     """Fresh arrays, each rank making its shard only; the values do not depend on the mesh.
 
     `init(Model, sizes=dict(vocab=256, ...), key=key)` draws every leaf of a `@pytree` class as its `init=` says, with
-    the key `fold_in(key, crc32(path))`; a list field's length is the size named by its `stack`. `init(f, specs=specs,
-    key=key)` shards the global tensors that `f(key)` makes.
+    the key `fold_in(key, crc32(path))`; a list is as long as the size that its `stack` names, a static field is what
+    `sizes` or its default says. `dtype` is that of leaves whose annotation names none. `init(f, specs, key=key)` shards
+    the global tensors that `f(key)` makes.
     """
     m = mesh or current_mesh()
     if not tree.is_pytree_class(model):
         return shard(model(key), specs, m)
-    fields = lengthened(tree.fields(model), model, sizes or {})
-    flat, treedef = tree.flatten(fields)
-    return tree.unflatten(treedef, [_leaf(f, p, sizes or {}, key, m) for f, p in zip(flat, tree.paths(fields))])
+    return _of_class(model, sizes or {}, key, m, dtype)
+
+
+def _of_class(
+    model: Any, sizes: Mapping[str, Any], key: Tensor | None, mesh: Mesh, dtype: torch.dtype = torch.float32
+) -> Any:
+    flat, treedef = tree.flatten(fields := _sized(tree.fields(model), sizes))
+    out = []
+    for field, path in zip(flat, tree.paths(fields), strict=True):
+        with located(f"{model.__name__}: `{path}`"):
+            out.append(_leaf(replace(field, dtype=field.dtype or dtype), path, sizes, key, mesh))
+    return tree.unflatten(treedef, out)
 
 
 def _leaf(field: tree.Field, path: str, sizes: Mapping[str, int], key: Tensor | None, mesh: Mesh) -> Array:
     """One array, drawn where there is a key, else empty."""
-    shape = _shape(field.spec, sizes, path)
+    shape = _shape(field.spec, sizes)
     spec = global_spec(field.spec, len(shape), mesh)
     padded = layout.padded_shape(spec, shape, mesh.shape)
     if key is None:
@@ -230,40 +268,34 @@ def _leaf(field: tree.Field, path: str, sizes: Mapping[str, int], key: Tensor | 
         at = layout.slices(spec, shape, mesh.shape, mesh.coordinates(r))
         where = tuple((s.start, s.stop) for s in at)
         if where not in made:
-            made[where] = _pad(_make_shard(field, spec, shape, path, key.cpu(), at).to(mesh.device), padded)
+            made[where] = _pad(_make_shard(field, shape, path, key.cpu(), at).to(mesh.device), padded)
         shards.append(made[where])
     return Array(shards, spec, shape, mesh)
 
 
-def lengthened(fields: Any, cls: Any, sizes: Mapping[str, int]) -> Any:
-    """A field tree with every list field as long as the size its `stack` names says."""
-    import dataclasses
-
+def _sized(x: Any, sizes: Mapping[str, Any], at: str = "") -> Any:
+    """A tree of fields with every list as long as the size that its `stack` names, and static fields filled in."""
+    if isinstance(x, tree.Each):
+        if x.dim not in sizes:
+            raise TreeError(f"{at} is a list, give the size of `{x.dim}`: sizes has {errors.sizes(sizes)}")
+        return x.kind(_sized(x.item, sizes, at) for _ in range(sizes[x.dim]))
+    if not tree.is_pytree_class(cls := type(x)):
+        return x
     out = {}
     for f in dataclasses.fields(cls):
-        value, said = getattr(fields, f.name), f.metadata.get("shardlib")
-        if isinstance(value, tree.Each):
-            name = said.dims.dims[0].name
-            if name not in sizes:
-                raise TreeError(f"init: {cls.__name__}.{f.name} is a list along `{name}`; give its size")
-            inner = type(value.item)
-            value = [lengthened(value.item, inner, sizes) for _ in range(sizes[name])]
-        elif dataclasses.is_dataclass(value) and tree.is_pytree_class(type(value)):
-            value = lengthened(value, type(value), sizes)
-        out[f.name] = value
+        here = f"{at or cls.__name__}.{f.name}"
+        if f.name in tree.children_of(cls):
+            out[f.name] = _sized(getattr(x, f.name), sizes, here)
+        elif f.name not in sizes and f.default is dataclasses.MISSING:
+            raise TreeError(f"{here} is static: give its value in sizes, or as static(default=)")
+        else:
+            out[f.name] = sizes.get(f.name, f.default)
     return tree.rebuild(cls, out)
 
 
 def abstract(f: Any, *args: Any, mesh: Mesh | None = None) -> Any:
-    """What `f(*args)` would return, as arrays without storage (as `jax.eval_shape`); of a `@pytree` class and sizes, its tree."""
+    """What `f(*args)` would return, as arrays without storage (as `jax.eval_shape`). Of a `@pytree` class and sizes: as
+    `init` would return it."""
     m = mesh or current_mesh()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        if tree.is_pytree_class(f):
-            (sizes,) = args
-            fields = lengthened(tree.fields(f), f, sizes)
-            flat, treedef = tree.flatten(fields)
-            return tree.unflatten(treedef, [_leaf(x, p, sizes, None, m) for x, p in zip(flat, tree.paths(fields))])
-        with m:
-            return f(*args)
-
-
+    with FakeTensorMode(allow_non_fake_inputs=True), m:
+        return _of_class(f, args[0] if args else {}, None, m) if tree.is_pytree_class(f) else f(*args)

@@ -1,6 +1,7 @@
 """The train step: a pure function `(state, batch) -> (state, metrics)` from a loss, an optimizer and a layout."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib import random, tree
-from shardlib.accumulate import accumulated, cut, entering, planned
+from shardlib.accumulate import Plan, accumulated, cut, entering, planned
 from shardlib.autodiff import value_and_grad
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
@@ -51,39 +52,41 @@ def step(
     grad_fn = value_and_grad(loss)
     plan_for = planned(grad_fn, layout, accumulate, microbatch)
 
+    def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        key = random.fold_in(state.key, state.step)
+        params = entering(reshard(state.params, plan.layout.compute), plan.axes)
+        pieces = cut(batch, plan.dim, plan.count)
+        weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
+        seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
+        totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
+        grads = reshard(grads, plan.layout.opt)  # the reduction: one collective per leaf
+        norm = global_norm(grads)
+        with padding_allowed():
+            grads = grads if clip is None else scaled_to(grads, norm, clip)
+            old = reshard(state.params, plan.layout.opt)
+            updates, opt = optimizer.update(grads, state.opt, old)
+            new = reshard(apply_updates(old, updates), plan.layout.params)
+        value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
+        metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt), **aux.metrics}
+        opt = plan.same_leaves(opt, state.opt)
+        extra = state.extra if aux.extra is None else aux.extra
+        return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
+
+    on_ranks = shard_map(device, in_specs=None, out_specs=None)
+
     def run(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-        plan = plan_for(state, batch)  # specs for every leaf, the loss's axes and weights; cached
-
-        def device(state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-            key = random.fold_in(state.key, state.step)
-            params = entering(reshard(state.params, plan.layout.compute), plan.axes)
-            pieces = cut(batch, plan.dim, plan.count)
-            weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
-            seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
-            totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
-            grads = reshard(grads, plan.layout.opt)  # the reduction: one collective per leaf
-            norm = global_norm(grads)
-            with padding_allowed():
-                grads = grads if clip is None else scaled_to(grads, norm, clip)
-                old = reshard(state.params, plan.layout.opt)
-                updates, opt = optimizer.update(grads, state.opt, old)
-                new = reshard(apply_updates(old, updates), plan.layout.params)
-            value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
-            metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt), **aux.metrics}
-            opt = plan.same_leaves(opt, state.opt)
-            extra = state.extra if aux.extra is None else aux.extra
-            return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
-
-        new, metrics = shard_map(device, in_specs=None, out_specs=None)(state, batch)
+        new, metrics = on_ranks(plan_for(state, batch), state, batch)
         return new, gather(metrics)
+
+    with_opt = shard_map(_allowing_padding(optimizer.init), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
-        with_opt = shard_map(_allowing_padding(optimizer.init), in_specs=None, out_specs=None)
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
         opt = with_opt(reshard(params, lay.opt))
-        return State(step=zero, params=reshard(params, lay.params), opt=opt, key=root, scale=None, extra=extra)
+        own = tree.map_(lambda new, old: deepcopy(new) if new is old else new, reshard(params, lay.params), params)
+        return State(step=zero, params=own, opt=opt, key=root, scale=None, extra=extra)
 
     run.init = init  # type: ignore[attr-defined]
     run.__name__ = getattr(loss, "__name__", "step")
@@ -105,14 +108,16 @@ def evaluate(loss: Callable[..., Any], *, layout: Layout | None = None) -> Calla
     """
     grad_fn = value_and_grad(loss)
 
+    def device(lay: Layout, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
+        mean, aux = grad_fn.forward(reshard(params, lay.compute), batch, key=key, extra=extra)
+        metrics = {k: v.value if isinstance(v, Mean) else whole(v) for k, v in (aux.metrics or {}).items()}
+        return mean.summed().terms, metrics
+
+    on_ranks = shard_map(device, in_specs=None, out_specs=None)
+
     def run(params: Any, batch: Any, *, key: Tensor | None = None, extra: Any = None) -> tuple[Any, dict[str, Any]]:
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
-
-        def device(params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
-            mean, aux = grad_fn.forward(reshard(params, lay.compute), batch, key=key, extra=extra)
-            return mean.summed().terms, {k: v.value if hasattr(v, "value") else whole(v) for k, v in (aux.metrics or {}).items()}
-
-        terms, metrics = shard_map(device, in_specs=None, out_specs=None)(params, batch, key, extra)
+        terms, metrics = on_ranks(lay, params, batch, key, extra)
         return Mean._of_terms(gather(terms)), gather(metrics)
 
     run.__name__ = getattr(loss, "__name__", "evaluate")

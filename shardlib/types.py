@@ -1,4 +1,4 @@
-"""The four types of a value per mesh axis, and `Flow`, which computes them by data flow.
+"""The four types of a value per mesh axis, and the region in which a per-device function is typed.
 
 A type is a string with one letter per axis of the mesh, in mesh order:
 
@@ -7,10 +7,10 @@ A type is a string with one letter per axis of the mesh, in mesh order:
     V varying      each rank has its own
     P pending      a sum over the axis still to be made; its cotangent is replicated
 
-Types live in a table keyed by the innermost tensor (functorch wrappers removed), never on the tensor. `Flow` sits below
-functorch and autograd, so it sees forward and backward alike: equal operands give equal results, anything that touches a
-varying value varies. It knows nothing of linearity: a pending operand counts as varying, and `Insert` (insert.py), which
-sees whole functions, marks what stays pending. An operand without a type is an error, never a guess.
+Types live in a table keyed by the innermost tensor (functorch wrappers removed), never on the tensor. `Flow` (flow.py)
+sits below functorch and autograd, so it sees forward and backward alike and computes every type by data flow. `Insert`
+(insert.py) sees whole functions above autograd: it puts `pvary` in and refuses what a pending value does not allow.
+An operand without a type is an error, never a guess.
 """
 
 import threading
@@ -23,13 +23,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # types belong to the innermost tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec
 
 T = TypeVar("T")
+NO_TENSOR = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 WORDS = {"I": "invariant", "R": "replicated", "V": "varying", "P": "pending"}
 
 
@@ -83,6 +83,8 @@ class Region:
         self.entered: set[int] = set()
         self.padding_allowed = 0
         self.paused = False
+        self.peeking = False
+        self.reentered = 0
         self.where = "shard_map"
         self.insert: Any = None
 
@@ -223,15 +225,13 @@ def outside() -> Iterator[None]:
 
 
 @contextmanager
-def flowing(mesh: Mesh) -> Iterator[Region]:
-    """Run a per-device function with `Flow` on."""
+def entered(made: Region) -> Iterator[Region]:
+    """Run in a region."""
     if _state.region is not None:
         raise SpecError("a per-device function is already running: shard_map and step do not nest; call the function itself")
-    made = Region(mesh)
     _state.region = made
     try:
-        with Flow(made):
-            yield made
+        yield made
     finally:
         _state.region = None
 
@@ -247,156 +247,15 @@ def padding_allowed() -> Iterator[None]:
         here.padding_allowed -= 1
 
 
-@contextmanager
-def paused() -> Iterator[None]:
-    """Inside: `Flow` computes no types; the caller sets those of the results."""
-    here = region()
-    held, here.paused = here.paused, True
-    try:
-        yield
-    finally:
-        here.paused = held
+class paused:
+    """Inside: nothing is typed; the caller sets the types of the results."""
 
+    def __enter__(self) -> None:
+        self.here = region()
+        self.held, self.here.paused = self.here.paused, True
 
-# ---- Flow
-
-_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty",
-         "new_empty_strided", "_efficientzerotensor"}  # fmt: skip
-_KEEPS_LEAF = {"zeros_like", "ones_like", "empty_like", "full_like", "_to_copy", "clone", "detach", "alias", "view_as"}
-_ITEM = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
-_LIFT = {"lift_fresh", "lift_fresh_copy"}
-_PLAIN, _FACTORY, _FROM_VALUE, _LIFTED, _MUTATES, _RANDOM = range(6)
-
-
-def _rule(func: Any) -> tuple[int, bool]:
-    """How `Flow` treats an op, and whether its result is still the same leaf (a copy, a cast, zeros like it)."""
-    name, keeps = func._schema.name.split("::")[1], False
-    keeps = name in _KEEPS_LEAF
-    ours = func.namespace in ("shardlib", "profiler", "_c10d_functional")
-    if torch.Tag.nondeterministic_seeded in func.tags and not ours and not name.startswith("_scaled_dot"):
-        return _RANDOM, keeps
-    if name in _LIKE:
-        return _FACTORY, keeps
-    if name in _ITEM:
-        return _FROM_VALUE, keeps
-    if name in _LIFT:
-        return _LIFTED, keeps
-    return (_MUTATES if func._schema.is_mutable else _PLAIN), keeps
-
-
-_ORDER = {"I": 0, "R": 1, "V": 2, "P": 2}
-
-
-def join(a: str, b: str) -> str:
-    """What data flow gives for operands of types `a` and `b`: I < R < V, and pending counts as varying."""
-    return "".join("V" if max(_ORDER[x], _ORDER[y]) == 2 else "R" if "R" in (x, y) else "I" for x, y in zip(a, b))
-
-
-class _Joins(dict[tuple[str, str], str]):
-    def __missing__(self, key: tuple[str, str]) -> str:
-        self[key] = join(*key)
-        return self[key]
-
-
-_joined = _Joins()
-_rules: dict[Any, tuple[int, bool]] = {}
-
-
-class Flow(TorchDispatchMode):
-    """Types of every tensor by data flow, below functorch and autograd."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # Dynamo never meets it, and the guard would cost some microseconds per op
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        here = self.region
-        if here.paused:
-            return func(*args, **(kwargs or {}))
-        rule = _rules.get(func)
-        if rule is None:
-            rule = _rules[func] = _rule(func)
-        kind, keeps = rule
-        entries, joined = here.types.entries, here.invariant
-        operands: list[Tensor] = []
-        for a in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(a, Tensor):
-                operands.append(a)
-            elif isinstance(a, (list, tuple)):
-                operands.extend(b for b in a if isinstance(b, Tensor))
-        for a in operands:
-            entry = entries.get(id(a))
-            if entry is None:
-                if kind == _LIFTED:
-                    continue
-                raise unknown(_name(func), a)
-            if entry[1] != joined:
-                joined = _joined[joined, entry[1]]
-        if kind != _PLAIN:
-            joined = self._special(func, kind, joined, args, operands)
-        padded = self._padding(func, operands) if here.padded.entries else ()
-        out = func(*args, **(kwargs or {}))
-        for o in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
-            if isinstance(o, Tensor):
-                if not any(o is a for a in operands):
-                    here.types.set(o, joined)
-                if padded and o.shape in padded:
-                    here.padded.set(o, True)
-        if keeps and operands and isinstance(out, Tensor) and out.shape == operands[0].shape:
-            leaf = here.leaves.entries.get(id(operands[0]))
-            if leaf is not None:
-                here.leaves.set(out, leaf[1])
-        return out
-
-    def _special(self, func: Any, kind: int, joined: str, args: tuple[Any, ...], operands: list[Tensor]) -> str:
-        here, name = self.region, _name(func)
-        if kind == _FACTORY:
-            return here.invariant
-        if kind == _RANDOM:
-            raise SpecError(f"{name} draws from torch's generator, which differs by rank and layout; use sl.random with a key")
-        if kind == _FROM_VALUE and joined.strip("IR"):
-            raise SpecError(
-                f"{name} (.item(), bool(), a data-dependent shape) of a value that is {words(here, joined)}: ranks would "
-                "go different ways. Reduce it first (psum, pmax), or keep it a tensor (torch.where)"
-            )
-        if kind == _MUTATES:
-            for a, declared in zip(args, func._schema.arguments):
-                info = declared.alias_info
-                if info is not None and info.is_write and isinstance(a, Tensor):
-                    self._written(name, a, joined)
-        return joined
-
-    def _written(self, name: str, target: Tensor, joined: str) -> None:
-        """An in-place write widens the type of its target, and of the base if the target is a view."""
-        if target.untyped_storage()._cdata in self.region.entered:
-            raise SpecError(f"{name} writes in place into an argument of the per-device function: clone it first")
-        for x in (target, target._base):
-            if x is not None:
-                held = self.region.types.entries.get(id(x))
-                self.region.types.set(x, joined if held is None else _joined[held[1], joined])
-
-    def _padding(self, func: Any, operands: list[Tensor]) -> tuple[torch.Size, ...]:
-        here = self.region
-        padded = [a for a in operands if id(a) in here.padded.entries]
-        if padded and not here.padding_allowed and not here.paused:
-            name = _name(func)
-            if name in ("detach", "alias", "view_as", "wait_tensor", "_to_copy", "clone") or name in _LIKE:
-                return tuple(a.shape for a in padded)
-            leaf = here.leaves.get(padded[0])
-            what = f"`{leaf.spec}` of global shape {leaf.shape}" if leaf else short(padded[0])
-            raise SpecError(
-                f"{name} on a leaf that does not divide over its axes ({what}; padded to {short(padded[0])} here).\n"
-                "  Such a leaf can be stored and updated, not computed with: sl.gather it first"
-            )
-        return tuple(a.shape for a in padded)
-
-
-def _name(func: Any) -> str:
-    return func._schema.name.split("::")[1]
+    def __exit__(self, *_: object) -> None:
+        self.here.paused = self.held
 
 
 def typeof(x: Tensor) -> str:

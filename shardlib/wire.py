@@ -207,7 +207,7 @@ def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None =
         raise RankError(f"one process plays {listing([*MEET, *OWN])}, not `{target}`")
     if any(differ(target, operands[0], args) for args in operands[1:]):
         told = dict(zip(ranks or range(len(operands)), (describe(target, args) for args in operands), strict=True))
-        raise RankError(f"ranks disagree on a collective:\n{by_rank(told)}")
+        raise disagreement(told)
     return MEET[target](len(operands), operands)
 
 
@@ -239,6 +239,11 @@ def describe(target: Any, args: Args) -> str:
     rest = [repr(list(a) if isinstance(a, list) else a) for a in args[1:-1]]
     axes = args[-1].rpartition("/")[2]
     return f"{target._schema.name.split('::')[1]}({', '.join([x, *rest])}) over {listing(axes.split(','))}"
+
+
+def disagreement(told: Mapping[int, str]) -> RankError:
+    """The error for what each rank is told to do."""
+    return RankError(f"ranks disagree on a collective:\n{by_rank(told)}")
 
 
 def by_rank(told: Mapping[int, str]) -> str:

@@ -35,10 +35,14 @@ class Layout:
 
 
 def _concrete(spec: Spec, x: Any, mesh: Mesh) -> Spec:
-    spec = cuts.check_rank(global_spec(spec, x.dim(), mesh), x.shape)
-    free = tuple(a for a in spec.auto if a not in spec.axes)
-    spec = replace(spec, auto=(), stacked=x.spec.stacked)
-    return cuts.cut(spec, x.shape, free, mesh.shape) if free else spec
+    """The spec for the leaf `x`: of a group, the axes that the leaf is not split over are free to cut it, and pending."""
+    bare = cuts.check_rank(global_spec(replace(spec, auto=(), pending=()), x.dim(), mesh), x.shape)
+
+    def rest(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for a in mesh.expand(axes) if a not in bare.split)
+
+    bare = replace(bare, pending=rest(spec.pending), stacked=x.spec.stacked)
+    return cuts.cut(bare, x.shape, rest(spec.auto), mesh.shape)
 
 
 def layout_of(specs: Any) -> Layout:

@@ -45,18 +45,21 @@ def adamw(
 
     def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
         step, t = rate(state.count), (state.count + 1).to(torch.float64)
-        fix1, fix2 = 1 - b1**t, 1 - b2**t
+        scalars = (step, 1 - b1**t, 1 - b2**t)
         flat, treedef = tree.flatten(params)
+        mu_flat = tree.leaves(state.mu)
+        by_dtype = {d: [x.to(d) for x in scalars] for d in dict.fromkeys(m.dtype for m in mu_flat)}
         decays = tree.leaves(chosen(mask, params))
         held = iter(tree.leaves(state.master))
         updates, mus, nus, kept = [], [], [], []
-        for p, g, m, v, decay in zip(flat, tree.leaves(grads), tree.leaves(state.mu), tree.leaves(state.nu), decays, strict=True):
+        for p, g, m, v, decay in zip(flat, tree.leaves(grads), mu_flat, tree.leaves(state.nu), decays, strict=True):
+            alpha, fix1, fix2 = by_dtype[m.dtype]  # a 0-d leaf would take the scalars' float64
             g = g.to(m.dtype)
             m = b1 * m + (1 - b1) * g
             v = b2 * v + (1 - b2) * g * g
             u = (m / fix1) / ((v / fix2).sqrt() + eps)
             own = next(held) if p.dtype != wide(p.dtype) else p
-            u = -step * (u + weight_decay * own if decay and weight_decay else u)
+            u = -alpha * (u + weight_decay * own if decay and weight_decay else u)
             if own is not p:
                 kept.append(own + u)
                 u = kept[-1] - p.to(own.dtype)

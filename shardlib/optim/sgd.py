@@ -40,7 +40,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
             if momentum:
                 vs.append(g + momentum * next(traces))
                 g = g + momentum * vs[-1] if nesterov else vs[-1]
-            u = -step * g
+            u = -step.to(g.dtype) * g  # a 0-d leaf would take the rate's float64
             if p.dtype != wide(p.dtype):
                 kept.append(next(held) + u)
                 u = kept[-1] - p.to(u.dtype)

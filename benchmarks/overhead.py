@@ -1,0 +1,201 @@
+"""What shardlib costs on one rank: CPU time per step of a small GPT (10.5M parameters) against the same arithmetic in
+plain torch.func, paired A B C A B C, with medians of ratios; and microseconds per op while types are on.
+
+    python -m benchmarks.overhead [--rounds 7] [--json]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardlib as sl
+
+SIZES = dict(vocab=8192, model=256, layers=6, heads=4, head=64, hidden=1024)
+SEQ, ROWS = 256, 4
+EPS = 1e-6
+
+
+@sl.pytree
+class Block:
+    norm1: Tensor = sl.spec("model", init="ones")
+    w_q: Tensor = sl.spec("model/dp heads/tp head")
+    w_k: Tensor = sl.spec("model/dp heads/tp head")
+    w_v: Tensor = sl.spec("model/dp heads/tp head")
+    w_o: Tensor = sl.spec("heads/tp head model/dp")
+    norm2: Tensor = sl.spec("model", init="ones")
+    w_gate: Tensor = sl.spec("model/dp hidden/tp")
+    w_up: Tensor = sl.spec("model/dp hidden/tp")
+    w_down: Tensor = sl.spec("hidden/tp model/dp")
+
+
+@sl.pytree
+class Gpt:
+    embed: Tensor = sl.spec("vocab/tp model/dp", init=0.02)
+    blocks: list[Block] = sl.stack("layers")
+    norm: Tensor = sl.spec("model", init="ones")
+    head: Tensor = sl.spec("model/dp vocab/tp")
+
+
+@sl.pytree
+class Batch:
+    tokens: Tensor = sl.spec("batch/dp seq")
+    targets: Tensor = sl.spec("batch/dp seq")
+    cos: Tensor = sl.spec("seq half")
+    sin: Tensor = sl.spec("seq half")
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def block(w: Block, x: Tensor, b: Batch) -> Tensor:
+    w = sl.gather(w, "dp")
+    h = F.rms_norm(x, x.shape[-1:], w.norm1, EPS)
+    q, k, v = (
+        sl.einsum("batch/dp seq model, model heads/tp head -> batch/dp heads/tp seq head", h, m)
+        for m in (w.w_q, w.w_k, w.w_v)
+    )
+    o = F.scaled_dot_product_attention(rope(q, b.cos, b.sin), rope(k, b.cos, b.sin), v, is_causal=True)
+    o = sl.einsum("batch/dp heads/tp seq head, heads/tp head model -> batch/dp seq model +tp", o, w.w_o)
+    x = x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
+    h = F.rms_norm(x, x.shape[-1:], w.norm2, EPS)
+    gate, up = (sl.einsum("batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp", h, m) for m in (w.w_gate, w.w_up))
+    o = sl.einsum("batch/dp seq hidden/tp, hidden/tp model -> batch/dp seq model +tp", F.silu(gate) * up, w.w_down)
+    return x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
+
+
+def loss(w: Gpt, b: Batch) -> sl.Mean:
+    embed, norm, head = sl.gather((w.embed, w.norm, w.head), "dp")
+    x = sl.embed("vocab/tp model, batch/dp seq -> batch/dp seq model +tp", embed, b.tokens)
+    x = sl.psum("batch/dp seq model +tp -> batch/dp seq model", x)
+    for layer in w.blocks:
+        x = block(layer, x, b)
+    x = F.rms_norm(x, x.shape[-1:], norm, EPS)
+    logits = sl.einsum("batch/dp seq model, model vocab/tp -> batch/dp seq vocab/tp", x, head)
+    return sl.token_loss("batch/dp seq vocab/tp, batch/dp seq", logits, b.targets)
+
+
+# ---- the same arithmetic without shardlib
+
+
+def plain_loss(flat: tuple[Tensor, ...], b: Batch) -> Tensor:
+    w: Gpt = sl.tree.unflatten(STRUCTURE[0], flat)
+    at = torch.where((b.tokens >= 0) & (b.tokens < w.embed.shape[0]), b.tokens, 0)
+    found = F.embedding(at, w.embed)
+    x = torch.where((b.tokens >= 0).unsqueeze(-1), found, torch.zeros(()))
+    for m in w.blocks:
+        h = F.rms_norm(x, x.shape[-1:], m.norm1, EPS)
+        q, k, v = (torch.einsum("bsm,mhd->bhsd", h, p) for p in (m.w_q, m.w_k, m.w_v))
+        o = F.scaled_dot_product_attention(rope(q, b.cos, b.sin), rope(k, b.cos, b.sin), v, is_causal=True)
+        x = x + torch.einsum("bhsd,hdm->bsm", o, m.w_o)
+        h = F.rms_norm(x, x.shape[-1:], m.norm2, EPS)
+        gate, up = (torch.einsum("bsm,mf->bsf", h, p) for p in (m.w_gate, m.w_up))
+        x = x + torch.einsum("bsf,fm->bsm", F.silu(gate) * up, m.w_down)
+    x = F.rms_norm(x, x.shape[-1:], w.norm, EPS)
+    logits = torch.einsum("bsm,mv->bsv", x, w.head)
+    shifted = logits - logits.detach().amax(-1, keepdim=True)
+    norm = shifted.exp().sum(-1).log()
+    picked = shifted.gather(-1, b.targets.unsqueeze(-1)).squeeze(-1)
+    return (norm - picked).sum() / b.targets.numel()
+
+
+def plain_step(state: Any, b: Batch) -> tuple[Any, Tensor]:
+    flat, mu, nu, count = state
+    grads, value = torch.func.grad_and_value(plain_loss)(flat, b)
+    norm = sum((g * g).sum() for g in grads) ** 0.5
+    factor = torch.where(norm < 1.0, torch.ones_like(norm), 1.0 / norm)
+    count = count + 1
+    fix1, fix2 = 1 - 0.9**count, 1 - 0.95**count
+    out: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for p, g, m, v in zip(flat, grads, mu, nu, strict=True):
+        g = g * factor
+        m = 0.9 * m + (1 - 0.9) * g
+        v = 0.95 * v + (1 - 0.95) * g * g
+        u = -1e-3 * ((m / fix1) / ((v / fix2).sqrt() + 1e-8) + 0.1 * p)
+        for held, new in zip(out, (p + u, m, v), strict=True):
+            held.append(new)
+    return (*map(tuple, out), count), value
+
+
+STRUCTURE: list[Any] = []
+
+
+def counted(run: Callable[[], Any]) -> int:
+    """How many ops reach the dispatcher below autograd."""
+
+    class Count(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Count.n += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return Count.n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    g = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(0, SIZES["vocab"], (ROWS, SEQ), generator=g) for _ in range(2))
+    angles = torch.arange(SEQ)[:, None] / 10000 ** (torch.arange(0, 64, 2) / 64)[None]
+    batch = Batch(tokens=tokens, targets=targets, cos=angles.cos(), sin=angles.sin())
+    step = sl.step(loss, sl.optim.adamw(1e-3, b2=0.95, weight_decay=0.1), clip=1.0)
+    runs: dict[str, Callable[[], Tensor]] = {}
+    with sl.make_mesh(dp=1, tp=1, simulate=True):
+        params = sl.init(Gpt, SIZES, key=sl.random.key(0))
+        flat, structure = sl.tree.flatten(sl.gather(params))
+        STRUCTURE.append(structure)
+        held: dict[str, Any] = {
+            "plain": (tuple(flat), tuple(map(torch.zeros_like, flat)), tuple(map(torch.zeros_like, flat)), torch.zeros(())),
+            "jit": step.init(params),
+            "eager": step.init(params),
+        }
+        steps = {"plain": plain_step, "jit": sl.jit(step, donate_argnums=0), "eager": step}
+        batches = {"plain": batch, "jit": sl.shard(batch), "eager": sl.shard(batch)}
+
+        def runner(name: str) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                held[name], out = steps[name](held[name], batches[name])
+                return out["loss"] if isinstance(out, dict) else out
+
+            return run
+
+        runs = {name: runner(name) for name in steps}
+        first = {name: run().item() for name, run in runs.items()}
+        assert max(first.values()) - min(first.values()) < 1e-4, first
+        ops = counted(runs["plain"])
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(args.rounds):
+            for name, run in runs.items():
+                began = time.process_time()
+                run()
+                seconds[name].append(time.process_time() - began)
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)) for name in runs
+    }
+    extra = {n: 1e6 * (statistics.median(s) - statistics.median(seconds["plain"])) / ops for n, s in seconds.items()}
+    print(f"{ops} ops a step, {args.rounds} rounds, one thread, CPU time")
+    print(f"{'':8}{'s/step':>9}{'ratio':>8}{'us/op':>8}")
+    for name in runs:
+        print(f"{name:8}{statistics.median(seconds[name]):9.3f}{ratios[name]:8.3f}{extra[name]:8.1f}")
+    if args.json:
+        print(json.dumps({"ops": ops, "seconds": {n: statistics.median(s) for n, s in seconds.items()}, "ratio": ratios}))
+
+
+if __name__ == "__main__":
+    main()

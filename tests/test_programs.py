@@ -1,0 +1,603 @@
+"""Programs as users write them, in a typed region: each gives the number of one process, or a clear SpecError."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, grad_and_value, jacrev, vmap
+
+import shardlib as sl
+from shardlib import tree
+from shardlib.types import inside
+
+N = 4
+R = torch.Generator().manual_seed(0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=R, dtype=torch.float64)
+
+
+W1, W2, X, K = draw(6, 5), draw(5, 3), draw(8, 6), torch.randint(0, 5, (8,), generator=R)
+LAYER = torch.nn.Linear(6, 5, device="meta", dtype=torch.float64)
+OUTER = torch.full((5,), 0.5, dtype=torch.float64)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w):  # type: ignore[override]
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.t() @ g
+
+
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w):  # type: ignore[override]
+        return x @ w, (x @ w).sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g, h):  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        g = g + h * (x @ w).cos()
+        return g @ w.t(), x.t() @ g
+
+
+class Constant(torch.autograd.Function):
+    """A backward that mixes in a constant."""
+
+    @staticmethod
+    def forward(x):  # type: ignore[override]
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return g * x.cos() * torch.ones((), dtype=x.dtype)
+
+
+def net(p, x):
+    return torch.tanh(x @ p[0]) @ p[1]
+
+
+def square(x):
+    return x.pow(2).sum()
+
+
+# Each takes parameters (invariant), rows and classes (varying) and gives the local term of a total: what one process adds
+# over the pieces of the batch. RIGHT ones give that total's value and gradients, WRONG ones an error that says so.
+RIGHT: dict[str, Callable[..., Any]] = {}
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {}
+
+
+def right(f):
+    RIGHT[f.__name__] = f
+    return f
+
+
+def wrong(message: str):
+    def note(f):
+        WRONG[f.__name__] = f, message
+        return f
+
+    return note
+
+
+@right
+def plain(p, x, k):
+    return square(net(p, x))
+
+
+@right
+def user_function(p, x, k):
+    return square(Product.apply(torch.tanh(Product.apply(x, p[0])), p[1]))
+
+
+@right
+def user_function_with_two_results(p, x, k):
+    a, b = Two.apply(x, p[0])
+    return square((a + b) @ p[1])
+
+
+@right
+def in_place_on_own_values(p, x, k):
+    h = x @ p[0]
+    h.mul_(2.0).add_(1.0)
+    return square(h.tanh() @ p[1])
+
+
+@wrong("setitem writes in place a value that is varying over dp into one that is equal there.*pvary")
+def buffer(p, x, k):
+    h = torch.zeros(x.shape[0], 5, dtype=x.dtype)
+    h[:, :] = x @ p[0]
+    return square(h.tanh() @ p[1])
+
+
+@right
+def buffer_made_with_pvary(p, x, k):
+    h = sl.pvary(torch.zeros(x.shape[0], 5, dtype=x.dtype), "dp") if inside() else torch.zeros(x.shape[0], 5, dtype=x.dtype)
+    h[:, :] = x @ p[0]
+    return square(h.tanh() @ p[1])
+
+
+@wrong("add writes in place")
+def view_of_a_buffer(p, x, k):
+    h = torch.zeros(x.shape[0], 5, dtype=x.dtype)
+    h[:, 1:3].add_((x @ p[0])[:, 1:3])
+    return square(h.tanh() @ p[1])
+
+
+@right
+def in_place_invariant_into_varying(p, x, k):
+    h = x @ p[0]
+    h.add_(p[0].sum(0))
+    return square(h.tanh() @ p[1])
+
+
+@wrong("add writes in place")
+def out_argument(p, x, k):
+    o = torch.empty(5, dtype=x.dtype)
+    torch.add(p[0].detach().sum(0), x.sum(), out=o)
+    return (o * p[0].sum(0)).sum()
+
+
+@right
+def views(p, x, k):
+    h = (x @ p[0]).view(-1, 5).t().contiguous().t()[:, :4]
+    return square(h.tanh() @ p[1][:4])
+
+
+@right
+def vmap_over_rows(p, x, k):
+    return square(vmap(lambda r: torch.tanh(r @ p[0]) @ p[1])(x))
+
+
+@right
+def vmap_over_columns(p, x, k):
+    return square(vmap(lambda w: torch.tanh(x @ p[0]) @ w)(p[1].t()))
+
+
+@right
+def vmap_then_mixed(p, x, k):
+    h = vmap(lambda r: torch.tanh(r @ p[0]))(x)
+    return square((h + x[:, :5]) @ p[1])
+
+
+@right
+def vmap_with_in_dims(p, x, k):
+    return square(vmap(lambda r, c: (r * p[0].t()).sum(1) + c, in_dims=(0, None))(x, p[1][:, 0]) @ p[1])
+
+
+@right
+def gradient_within(p, x, k):
+    return square(grad(lambda x: square(net(p, x)))(x))
+
+
+@right
+def gradient_within_then_mixed(p, x, k):
+    h = grad(lambda x: torch.tanh(x @ p[0]).sum())(x)
+    return square((h * x) @ p[0])
+
+
+@right
+def per_row_gradients(p, x, k):
+    w = sl.pvary(p[0], "dp") if inside() else p[0]  # else each gradient would be summed over ranks
+    return square(vmap(grad(lambda w, r: square(torch.tanh(r @ w))), in_dims=(None, 0))(w, x).sum(1) @ p[1])
+
+
+@right
+def second_order_through_a_user_function(p, x, k):
+    gx = grad(lambda x: Product.apply(x, p[0]).tanh().sum())(x)
+    return square(gx * x)
+
+
+@right
+def second_order_through_a_constant(p, x, k):
+    gx = grad(lambda x: (Constant.apply(x) @ p[0]).sum())(x)
+    return square(gx * x)
+
+
+@right
+def jacobian(p, x, k):
+    return square(jacrev(lambda x: torch.tanh(x[0] @ p[0]))(x))
+
+
+@right
+def hessian_by_two_reverse_passes(p, x, k):
+    return square(jacrev(jacrev(lambda r: square(net(p, r))))(x[0]))
+
+
+@right
+def remat(p, x, k):
+    return square(rematted(net)(p, x))
+
+
+@right
+def remat_within_remat(p, x, k):
+    return square(rematted(lambda p, x: rematted(net)(p, x).sin())(p, x))
+
+
+@right
+def remat_then_mixed(p, x, k):
+    h = rematted(lambda w, x: torch.tanh(x @ w))(p[0], x)
+    return square((h + x[:, :5]) @ p[1])
+
+
+@right
+def remat_of_integers_and_tuples(p, x, k):
+    def f(w, x, k, scale, flag):
+        h = x @ w * scale
+        return (h.topk(2), k + 1) if flag else None
+
+    (top, at), shifted = rematted(f)(p[0], x, k, 2.0, True)
+    return square(top @ p[1][:2]) + (at + shifted[:, None]).sum() * p[1].sum()
+
+
+@right
+def gradient_of_remat(p, x, k):
+    return square(grad(lambda x: square(rematted(net)(p, x)))(x))
+
+
+@wrong("remat .* captured a value that is being differentiated")
+def remat_with_a_closure(p, x, k):
+    return square(rematted(lambda x: net(p, x))(x) * p[1][0])
+
+
+@right
+def loop(p, x, k):
+    c = torch.zeros(5, dtype=x.dtype)
+    for _ in range(3):
+        c = torch.tanh(c + x @ p[0])
+    return square(c @ p[1])
+
+
+@right
+def several_results(p, x, k):
+    v, _ = (x @ p[0]).sort(-1)
+    a, b = v.split([2, 3], -1)
+    return a.sum() + square(b) + torch.topk(v, 2).values.sum() + square(v @ p[1])
+
+
+@right
+def created_inside(p, x, k):
+    pos = torch.arange(5.0, dtype=x.dtype)
+    m = torch.tensor([1.0, 0, 1, 1, 1], dtype=x.dtype)
+    return square((x @ p[0] * m + pos).tanh() @ p[1])
+
+
+@wrong("rand draws from torch's generator.*sl.random")
+def random(p, x, k):
+    return square((x @ p[0] + torch.rand(5)).tanh() @ p[1])
+
+
+@wrong("draws from torch's generator")
+def dropout(p, x, k):
+    return square(x @ F.dropout(p[0], 0.5))
+
+
+@wrong(r"\.item\(\).* varying over dp: ranks would go different ways")
+def item_of_varying(p, x, k):
+    return square(x @ p[0]) * x.sum().item()
+
+
+@right
+def item_of_invariant(p, x, k):
+    return square(x @ p[0]) * p[1].detach().sum().item()
+
+
+@wrong("ranks would go different ways")
+def branch_on_varying(p, x, k):
+    return square(x @ p[0]) if x.sum() > 0 else (x @ p[0]).sum()
+
+
+@wrong("ranks would go different ways")
+def mask_as_index(p, x, k):
+    return square((x @ p[0])[x[:, 0] > 0] @ p[1])
+
+
+@wrong("reads their values: use torch.stack")
+def tensor_of_tensors(p, x, k):
+    return (torch.tensor([x[0, 0], x[0, 1]]) * p[0][:2, 0]).sum()
+
+
+@right
+def integers_and_masks(p, x, k):
+    return (p[0][:, k].t() * x).sum() + torch.where(x > 0, x, 0.0).matmul(p[0]).sum() + square(F.embedding(k, p[0].t()))
+
+
+@right
+def one_hot(p, x, k):
+    return (p[0].sum(0) * F.one_hot(k, 5)).sum()
+
+
+@right
+def nested_index(p, x, k):
+    return square(p[0][:, [[k[0], k[1]]]]) if not inside() else square(p[0][(slice(None), torch.stack([k[0], k[1]]))])
+
+
+@wrong("has no type: it was made outside")
+def captured_constant(p, x, k):
+    return square((x @ p[0] * OUTER).tanh() @ p[1])
+
+
+@right
+def einsum(p, x, k):
+    return square(torch.einsum("bi,ij,jk->bk", x, p[0], p[1]))
+
+
+@right
+def norm_and_cross_entropy(p, x, k):
+    return F.cross_entropy(F.rms_norm(x @ p[0], (5,), p[1][:, 0]), k, reduction="sum")
+
+
+@right
+def layer_norm(p, x, k):
+    return square(F.layer_norm(x @ p[0], (5,), weight=p[1][:, 0], bias=p[1][:, 1]) @ p[1])
+
+
+@right
+def attention(p, x, k):
+    q = (x @ p[0])[None, None]
+    return square(F.scaled_dot_product_attention(q, q * p[1][:, 0], q))
+
+
+@right
+def detached(p, x, k):
+    return ((x @ p[0]).detach() * (x @ p[0])).sum()
+
+
+@right
+def foreach(p, x, k):
+    a = torch._foreach_mul([x @ p[0], x @ p[0]], 2.0)
+    b = torch._foreach_add(a, [p[0].sum(0), p[0].sum(0)])
+    return square((b[0] + b[1]).tanh().matmul(p[1]))
+
+
+@right
+def stack_of_rows(p, x, k):
+    return square(torch.stack([r @ p[0] for r in x]).tanh().matmul(p[1]))
+
+
+@right
+def cat_of_both(p, x, k):
+    return square(torch.cat([x @ p[0], p[0][:2]]).tanh() @ p[1])
+
+
+@right
+def where_of_both(p, x, k):
+    return square(torch.where(x[:, :5] > 0, p[0][:1], x[:, :5]) @ p[1])
+
+
+@right
+def module_called_functionally(p, x, k):
+    return square(torch.func.functional_call(LAYER, {"weight": p[0].t(), "bias": p[1][:, 0]}, (x,)))
+
+
+@right
+def convolution(p, x, k):
+    return square(F.conv1d(x[:, None], p[0].t()[:, None, :3], p[1][:, 0]))
+
+
+@right
+def in_place_relu(p, x, k):
+    return square(F.relu(x @ p[0], inplace=True) @ p[1])
+
+
+@right
+def solve(p, x, k):
+    a = x.t() @ x + 5 * torch.eye(6, dtype=x.dtype)
+    return square(torch.linalg.solve(a, p[0]) @ p[1])
+
+
+@right
+def checkpointed_by_gradient_of_gradient(p, x, k):
+    return square(grad(lambda x: square(grad(lambda y: square(net(p, y)))(x)))(x))
+
+
+def rematted(f):
+    return sl.remat(f) if inside() else f
+
+
+def one_process(f: Callable[..., Any]) -> tuple[Any, Any]:
+    def total(p):
+        return sum(f(p, a, b) for a, b in zip(X.chunk(N), K.chunk(N), strict=True))
+
+    return grad_and_value(total)((W1, W2))
+
+
+def typed(f: Callable[..., Any]) -> list[tuple[Any, Any]]:
+    """The same on 4 ranks: (gradients, value) by torch's transform and by ours, or what it raises."""
+
+    def body(p, x, k):
+        def summed(p):
+            return sl.psum(sl.pending(f(p, x, k), "dp"), "dp")
+
+        value, grads = sl.value_and_grad(lambda p, x, k: sl.pending(f(p, x, k), "dp"))(p, x, k)
+        return [grad_and_value(summed)(p), (grads, value)]
+
+    with sl.make_mesh(dp=N, simulate=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Python decision")
+        args = sl.shard((W1, W2), "..."), sl.shard(X, "rows/dp in"), sl.shard(K, "rows/dp")
+        return sl.gather(sl.shard_map(body, in_specs=None, out_specs="...")(*args))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str) -> None:
+    wanted, value = one_process(RIGHT[name])
+    scale = max(w.abs().max() for w in wanted)
+    for found, got in typed(RIGHT[name]):
+        assert abs(got - value) <= 1e-12 * abs(value)
+        for g, w in zip(found, wanted, strict=True):
+            assert (g - w).abs().max() <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused(name: str) -> None:
+    f, message = WRONG[name]
+    with pytest.raises(sl.SpecError, match=f"(?s){message}"):
+        typed(f)
+
+
+def test_gradient_within_of_an_invariant_is_summed() -> None:
+    """The inner gradient is that of the rows of all ranks; each rank then uses it with its own."""
+
+    def program(p, x, k):
+        inner = grad(lambda w: square(torch.tanh(x @ w) @ p[1]))(p[0])
+        return (inner * x.sum()).sum()
+
+    def total(p):
+        inner = grad(lambda w: square(torch.tanh(X @ w) @ p[1]))(p[0])
+        return sum((inner * x.sum()).sum() for x in X.chunk(N))
+
+    wanted, value = grad_and_value(total)((W1, W2))
+    for found, got in typed(program):
+        torch.testing.assert_close((*found, got), (*wanted, value), rtol=1e-12, atol=1e-12)
+
+
+def test_without_insertion_the_check_at_exit_raises() -> None:
+    """C14: a column-then-row split network, whose invariant input meets split weights."""
+
+    def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            h = sl.einsum("b d, d f/tp -> b f/tp", x, w1)
+            return square(sl.psum("b d +tp -> b d", sl.einsum("b f/tp, f/tp d -> b d +tp", h.tanh(), w2)))
+
+        with torch._C.DisableTorchFunction() if off else nullcontext():
+            return sl.grad(loss)(x)
+
+    wanted = grad(lambda x: square((x @ W1[:, :4]).tanh() @ W1.t()[:4]))(X)
+    with sl.make_mesh(tp=N, simulate=True):
+        args = sl.shard(X, "..."), sl.shard(W1[:, :4].contiguous(), "d f/tp"), sl.shard(W1.t()[:4].contiguous(), "f/tp d")
+        run, off = sl.shard_map(body, in_specs=("b d", "d f/tp", "f/tp d"), out_specs="b d"), False
+        torch.testing.assert_close(sl.gather(run(*args)), wanted, rtol=1e-12, atol=1e-12)
+        run, off = sl.shard_map(body, in_specs=("b d", "d f/tp", "f/tp d"), out_specs="b d"), True
+        with pytest.raises(sl.SpecError, match="the gradient of .* should be invariant, its parts differ by rank: a reduction was lost"):
+            run(*args)
+
+
+@pytest.mark.parametrize("op", (lambda x, w: x @ w, Product.apply), ids=("op", "user function"))
+@pytest.mark.parametrize("backward", (False, True), ids=("autograd.grad", "backward"))
+def test_plain_autograd_is_refused(op: Any, backward: bool) -> None:
+    """Below a user's Function nothing would insert the sum (prototype bw.py: wrong by 40 %)."""
+
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        w = w.detach().requires_grad_()
+        loss = sl.psum(square(op(x, w).tanh()), "dp")
+        if backward:
+            loss.backward()
+        return torch.autograd.grad(loss, w)[0]
+
+    with sl.make_mesh(dp=N, simulate=True), pytest.raises(sl.SpecError, match="plain autograd .* use sl.grad or torch.func.grad"):
+        sl.shard_map(body, in_specs=("i j", "r/dp i"), out_specs="i j")(W1, sl.shard(X, "r/dp i"))
+
+
+@pytest.mark.parametrize("gathers", (True, False))
+def test_forgotten_gather(gathers: bool) -> None:
+    """A sequence-parallel block without the all_gather before its first matmul: the shapes fit (1217.2 for 1081.5 once)."""
+
+    def body(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        h = sl.all_gather("batch seq/tp model -> batch seq model", x) if gathers else x
+        h = sl.einsum("batch seq model, model hidden/tp -> batch seq hidden/tp", h, w_in).tanh()
+        o = sl.einsum("batch seq hidden/tp, hidden/tp model -> batch seq model +tp", h, w_out)
+        y = x + sl.psum_scatter("batch seq model +tp -> batch seq/tp model", o)
+        return sl.psum(square(y), "tp")
+
+    x, w_in, w_out = draw(4, 8, 6), draw(6, 8), draw(8, 6)
+    with sl.make_mesh(tp=2, simulate=True):
+        specs = ("batch seq/tp model", "model hidden/tp", "hidden/tp model")
+        args = [sl.shard(t, s) for t, s in zip((x, w_in, w_out), specs, strict=True)]
+        run = sl.shard_map(body, in_specs=specs, out_specs="")
+        if gathers:
+            torch.testing.assert_close(sl.gather(run(*args)), square(x + torch.tanh(x @ w_in) @ w_out))
+            return
+        with pytest.raises(sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp") as e:
+            run(*args)
+    assert "  pattern: batch seq model, model hidden/tp -> batch seq hidden/tp\n" in str(e.value)
+    assert "^^^^^^^^^^^^^^^ all_gather it over `tp` first" in str(e.value)
+
+
+# ---- counts of collectives (prototypes zero.py, d.py)
+
+LAYERS, LEAVES = 2, 11
+PARAMS = {"emb": draw(10, 6)} | {
+    f"{name}{i}": draw(*shape) / 2
+    for i in range(LAYERS)
+    for name, shape in dict(scale=(6,), w_in=(6, 8), b_in=(8,), w_out=(8, 6), b_out=(6,)).items()
+}
+TP = dict(w_in="model hidden/tp", b_in="hidden/tp", w_out="hidden/tp model", scale="model", b_out="model", emb="vocab model")
+SPECS = {k: TP[k.rstrip("01")] for k in PARAMS}
+BATCH = dict(tokens=torch.randint(0, 10, (16, 4), generator=R), targets=torch.randint(-2, 10, (16, 4), generator=R))
+
+
+def loss(w: dict[str, Tensor], b: dict[str, Tensor]) -> sl.Mean:
+    """Two blocks, the embedding used twice."""
+    w = sl.gather(w, "dp")
+    x = F.embedding(b["tokens"], w["emb"])
+    for i in range(LAYERS):
+        h = F.rms_norm(x, (6,)) * w[f"scale{i}"]
+        h = sl.einsum("batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp", h, w[f"w_in{i}"]) + w[f"b_in{i}"]
+        o = sl.einsum("batch/dp seq hidden/tp, hidden/tp model -> batch/dp seq model +tp", h.tanh(), w[f"w_out{i}"])
+        x = x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o) + w[f"b_out{i}"]
+    return sl.token_loss("batch/dp seq vocab, batch/dp seq", x @ w["emb"].t(), b["targets"])
+
+
+def collectives(stage: int, count: int) -> Counter[str]:
+    """The collectives over dp of one traced step, of leaves (scalars left out), as often as they run."""
+    found: Counter[str] = Counter()
+
+    def walk(module: Any) -> None:
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                walk(module.get_submodule(node.target))
+            elif str(node.target).startswith("_c10d_functional") and isinstance(node.args[-1], str):
+                if node.args[-1].endswith("/dp") and node.args[0].meta["val"].numel() > 1:
+                    found[node.target._schema.name.split("::")[1]] += 1
+
+    with sl.make_mesh(dp=2, tp=2, simulate=True) as mesh:
+        train = sl.step(loss, sl.optim.sgd(0.1), layout=sl.zero(SPECS, axis="dp", stage=stage), accumulate=count)
+        state = train.init(sl.shard(PARAMS, SPECS))
+        walk(traced(train, mesh, state, sl.shard(BATCH, "batch/dp seq")))
+    return found
+
+
+def traced(f: Callable[..., Any], mesh: sl.Mesh, *args: Any) -> Any:
+    """The graph of a function of arrays."""
+    from shardlib.array import Array
+    from shardlib.graph.trace import meta, trace
+
+    flat, treedef = tree.flatten(args)
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        given = [Array([x], a.spec, a.shape, a.mesh) for x, a in zip(xs, flat, strict=True)]
+        return [y.shards[0] if isinstance(y, Array) else y for y in tree.leaves(f(*tree.unflatten(treedef, given)))]
+
+    return trace(run, [meta(a.shards[0]) for a in flat], "step")
+
+
+def test_each_leaf_is_reduced_once() -> None:
+    """11 leaves, one of them used twice: 11 reductions over dp, whatever the number of micro-batches."""
+    assert collectives(stage=0, count=1) == {"all_reduce": LEAVES}
+    assert collectives(stage=0, count=8) == {"all_reduce": LEAVES}
+    assert collectives(stage=1, count=2) == {"reduce_scatter_tensor": LEAVES, "all_gather_into_tensor": LEAVES}
+    assert collectives(stage=2, count=2) == {"reduce_scatter_tensor": 2 * LEAVES, "all_gather_into_tensor": LEAVES}

@@ -1,0 +1,171 @@
+"""Layouts and what they cost: spec trees of every ZeRO stage, collectives and bytes of the traced step, state per rank."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import tree
+from shardlib.graph.program import Collective
+
+F64 = torch.float64
+SPECS = {"a": "m/dp n", "b": "m n/tp", "c": "odd", "d": "m n/tp/dp", "z": ""}
+SHAPES = {"a": (4, 6), "b": (4, 16), "c": (3,), "d": (4, 16), "z": ()}
+CUT = {"a": "m/dp n", "b": "m n/tp/dp", "c": "odd", "d": "m n/tp/dp", "z": ""}  # b at its largest dimension, c nowhere
+LEFT = {"a": "m n", "b": "m n/tp", "c": "odd", "d": "m n/tp", "z": ""}
+SUMMED = {k: f"{v} +dp".strip() for k, v in LEFT.items()}
+
+
+def mesh(**axes: Any) -> sl.Mesh:
+    return sl.make_mesh(axes, simulate=True)
+
+
+def resolved(layout: sl.Layout, m: sl.Mesh, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, dict[str, str]]:
+    with m:
+        params = sl.shard({k: torch.zeros(s) for k, s in shapes.items()}, "...")
+        return {k: tree.map_(str, v) for k, v in vars(layout.resolve(params)).items()}
+
+
+@pytest.mark.parametrize(
+    "stage, options, compute, params, grads, opt",
+    [
+        (0, {}, LEFT, LEFT, SUMMED, LEFT),
+        (1, {}, LEFT, LEFT, SUMMED, CUT),
+        (2, {}, LEFT, LEFT, CUT, CUT),
+        (2, {"reduce": "step"}, LEFT, LEFT, SUMMED, CUT),
+        (3, {}, CUT, CUT, CUT, CUT),
+    ],
+)
+def test_stages_are_spec_trees(stage, options, compute, params, grads, opt):
+    found = resolved(sl.zero(SPECS, stage=stage, **options), mesh(dp=2, tp=2))
+    assert found == {"compute": compute, "params": params, "grads": grads, "opt": opt}
+
+
+def test_a_group_cuts_with_the_axes_that_a_leaf_does_not_use():
+    specs = {"w": "experts/ep m n", "v": "m/dp n", "u": "m n"}
+    shapes = {"w": (2, 8, 3), "v": (8, 3), "u": (3, 8)}
+    m = mesh(dp=dict(rep=2, ep=2), tp=2)
+    assert resolved(sl.zero(specs, "dp", 3), m, shapes)["opt"] == {"w": "experts/ep m/rep n", "v": "m/rep/ep n", "u": "m n/rep/ep"}
+    assert resolved(sl.zero(specs, "dp", 1), m, shapes) == {
+        "compute": {"w": "experts/ep m n", "v": "m n", "u": "m n"},
+        "params": {"w": "experts/ep m n", "v": "m n", "u": "m n"},
+        "grads": {"w": "experts/ep m n +rep", "v": "m n +rep +ep", "u": "m n +rep +ep"},
+        "opt": {"w": "experts/ep m/rep n", "v": "m/rep/ep n", "u": "m n/rep/ep"},
+    }
+
+
+def test_a_stacked_leaf_is_not_cut_along_its_layers():
+    with mesh(dp=4):
+        params = sl.shard({"w": torch.zeros(8, 4)}, sl.stack({"w": "m"}, "layers"))
+        layout = sl.zero(sl.stack({"w": "m"}, "layers"), stage=3).resolve(params)
+        assert str(layout.params["w"]) == "layers m/dp" and layout.params["w"].stacked == 1
+
+
+@pytest.mark.parametrize("options, said", [({"stage": 4}, "stage is 0, 1, 2 or 3"), ({"stage": 2, "reduce": "later"}, "reduce is 'microbatch' or 'step'")])
+def test_wrong_options(options, said):
+    with pytest.raises(sl.SpecError, match=said):
+        sl.zero(SPECS, **options)
+
+
+# ---- what a step sends: eleven leaves, one of them used twice
+
+LAYERS = 5
+LEAVES = 2 * LAYERS + 1
+MODEL: Any = {"embed": "vocab model/dp", "layers": [{"w": "model/dp out", "b": "out/dp"}] * LAYERS}
+SIZE = 8
+BYTES = 8 * (SIZE * SIZE * (LAYERS + 1) + SIZE * LAYERS)  # of all parameters
+
+
+def loss(p: Any, batch: Tensor) -> sl.Mean:
+    embed = sl.gather(p["embed"], "dp")
+    x = embed[batch]
+    for w in p["layers"]:
+        w = sl.gather(w, "dp")
+        x = torch.tanh(x @ w["w"] + w["b"])
+    return sl.token_loss("batch/dp vocab, batch/dp", x @ embed.T, batch)
+
+
+@cache
+def lowered(stage: int, count: int, ranks: int = 2, optimizer: Any = None, reduce: str = "microbatch") -> tuple[list[Collective], Any]:
+    """Collectives that move leaves (not single numbers), and the state, on `ranks` ranks of dp."""
+    with mesh(dp=ranks):
+        g = torch.Generator().manual_seed(0)
+        params = tree.map_(lambda spec: torch.randn([SIZE] * len(spec.split()), generator=g, dtype=F64), MODEL)
+        step = sl.jit(sl.step(loss, optimizer or sl.optim.sgd(0.1), layout=sl.zero(MODEL, stage=stage, reduce=reduce), accumulate=count))
+        state = step.init(sl.shard(params, MODEL))
+        batch = sl.shard(torch.arange(8 * count) % SIZE, "batch/dp")
+        return [c for c in step.lower(state, batch).collectives() if not c.scalar], state
+
+
+def sent(found: list[Collective]) -> dict[tuple[str, str], int]:
+    """How many collectives of each kind run in a step, by graph."""
+    out: Counter[tuple[str, str]] = Counter()
+    for c in found:
+        assert c.axis == "dp"
+        out[c.graph, c.op] += c.times
+    return dict(out)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("stage, options", [(0, {}), (1, {}), (2, {"reduce": "step"}), (2, {}), (3, {})])
+def test_every_leaf_is_reduced_once(stage, options, count):
+    micro = "step" if count == 1 else "microbatch"
+    found = sent(lowered(stage, count, **options)[0])
+    if stage == 0:
+        assert found == {("step", "psum"): LEAVES}
+    elif stage < 3:
+        where = micro if stage == 2 and not options else "step"
+        assert found == {(where, "psum_scatter"): LEAVES * (count if where == "microbatch" else 1), ("step", "all_gather"): LEAVES}
+    else:
+        assert found == {(micro, "psum_scatter"): LEAVES * count, (micro, "all_gather"): LEAVES * count}
+
+
+@pytest.mark.parametrize("ranks, count", [(2, 1), (2, 2), (4, 2)])
+def test_bytes_of_every_stage(ranks, count):
+    once = BYTES * (ranks - 1) // ranks
+
+    def volume(stage: int, **options: Any) -> int:
+        return sum(c.bytes * c.times for c in lowered(stage, count, ranks, **options)[0])
+
+    assert volume(0) == 2 * once
+    assert volume(1) == 2 * once  # scatter, then gather the updated parameters
+    assert volume(2, reduce="step") == 2 * once
+    assert volume(2) == (count + 1) * once
+    assert volume(3) == 2 * count * once  # gathered in the forward, kept for the backward
+
+
+@pytest.mark.parametrize("stage, pieces", [(0, (1, 1)), (1, (1, 4)), (2, (1, 4)), (3, (4, 4))])
+def test_bytes_of_state_on_a_rank(stage, pieces):
+    _, state = lowered(stage, 1, 4, sl.optim.adamw(0.1))
+    for held, parts, copies in ((state.params, pieces[0], 1), ((state.opt.mu, state.opt.nu), pieces[1], 2)):
+        assert sum(x.nbytes for x in sl.local(tree.leaves(held), rank=3)) == copies * BYTES // parts
+
+
+def test_remat_gathers_again():
+    def again(p: Any, batch: Tensor) -> sl.Mean:
+        embed = sl.gather(p["embed"], "dp")
+
+        def layer(w: Any, x: Tensor) -> Tensor:
+            w = sl.gather(w, "dp")
+            return torch.tanh(x @ w["w"] + w["b"])
+
+        x = embed[batch]
+        for w in p["layers"]:
+            x = sl.remat(layer)(w, x)
+        return sl.token_loss("batch/dp vocab, batch/dp", x @ embed.T, batch)
+
+    with mesh(dp=2):
+        step = sl.jit(sl.step(again, sl.optim.sgd(0.1), layout=sl.zero(MODEL, stage=3)))
+        _, state = lowered(3, 1)
+        found = step.lower(state, sl.shard(torch.arange(8) % SIZE, "batch/dp")).collectives()
+    assert sent([c for c in found if not c.scalar]) == {("step", "psum_scatter"): LEAVES, ("step", "all_gather"): 2 * LEAVES - 1}
+
+
+def test_collectives_are_named_by_their_leaves():
+    found, _ = lowered(3, 1)
+    assert [c.name for c in found if c.op == "all_gather"][:3] == ["0.params.embed", "0.params.layers.0.b", "0.params.layers.0.w"]
+    assert {c.dtype for c in found} == {F64} and {c.graph for c in found} == {"step"}
