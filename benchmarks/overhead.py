@@ -157,7 +157,7 @@ def main() -> None:
     step = sl.step(loss, sl.optim.adamw(1e-3, b2=0.95, weight_decay=0.1), clip=1.0)
     runs: dict[str, Callable[[], Tensor]] = {}
     with sl.make_mesh(dp=1, tp=1, simulate=True):
-        params = sl.init(Gpt, SIZES, key=sl.random.key(0))
+        params = sl.init(Gpt, sizes=SIZES, key=sl.random.key(0))
         flat, structure = sl.tree.flatten(sl.gather(params))
         STRUCTURE.append(structure)
         held: dict[str, Any] = {

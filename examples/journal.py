@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import shardlib as sl
+from shardlib import tree
 
 LULL = 15  # seconds between lines where there is no terminal
 
@@ -45,7 +46,7 @@ class Journal:
         if step and self.file.exists():
             self.records = [r for r in map(json.loads, self.file.read_text().splitlines()) if r["step"] <= step]
         self._write(self.records, "w")
-        count = sum(x.numel() for x in sl.tree.leaves(params))
+        count = sum(x.numel() for x in tree.leaves(params))
         ranks = f"{self.mesh.total} {'simulated' if self.mesh.simulate else self.mesh.device.type} rank(s)"
         self.console.print(f"{count:,} parameters, {what}, {ranks}: {self.mesh.name}, step {step} of {self.steps}")
 
@@ -71,9 +72,9 @@ class Journal:
         import matplotlib.pyplot as plt
 
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        for key, label, style in (("loss", "training", dict(lw=0.8)), ("val_loss", "validation", dict(marker="o"))):
-            points = [(r["step"], r[key]) for r in self.records if key in r]
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+        for key, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
+            noted = [r for r in self.records if key in r]
+            axes.plot([r["step"] for r in noted], [r[key] for r in noted], label=label, marker=marker)
         axes.axhline(bigram_loss, color="gray", ls="--", label="bigram on validation")
         axes.set(xlabel="step", ylabel="nats per token", title=f"mesh {self.mesh.name}")
         axes.legend()

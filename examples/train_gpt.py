@@ -36,7 +36,7 @@ def main() -> None:
     mesh = sl.make_mesh(args.mesh, simulate=args.simulate)
     data = text.load(args.vocab, cache=args.out)
     shape = dict(batch=args.batch, seq=args.seq)
-    valid_shape = dict(batch=args.batch * max(1, 8192 // (args.batch * args.seq)), seq=args.seq)  # no gradients: more fits
+    wide = dict(batch=args.batch * max(1, 8192 // (args.batch * args.seq)), seq=args.seq)  # without gradients more fits
     checkpoints = args.out / "checkpoints"
 
     rate = sl.optim.warmup_cosine(args.lr, warmup=args.steps // 10, steps=args.steps, end=args.lr / 10)
@@ -55,8 +55,8 @@ def main() -> None:
         return train.init(sl.init(gpt.GPT, sizes=sizes, key=key, dtype=dtype), key=key)
 
     def validation_loss(params: gpt.GPT) -> float:
-        batches = (sl.shard(gpt.Batch(**b)) for b in text.windows(data.val, **valid_shape))
-        return sum(valid(params, b)[0] for b in batches).value.item()
+        batches = (sl.shard(gpt.Batch(**b)) for b in text.windows(data.val, **wide))
+        return sl.Mean.merged([valid(params, b)[0] for b in batches]).value.item()
 
     with mesh, Journal(args.out, mesh, args.steps, args.log_every) as journal:
         saved = sl.latest(checkpoints) if args.resume else None

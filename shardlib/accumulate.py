@@ -84,7 +84,7 @@ def planned(
         flat = [tree.leaves(t) for t in trees]
         dtypes = [[getattr(x, "dtype", None) for x in xs] for xs in flat]
         structures = tuple(tree.flatten(t)[1] for t in trees)
-        key = (mesh.name, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
+        key = (mesh.name, tuple(mesh.groups.items()), tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)

@@ -54,8 +54,8 @@ class Array(Tensor):
         if rank is None and self.mesh.simulate and self.mesh.total > 1:
             raise MeshError("on a simulated mesh one process holds every rank's shard: say which, local(tree, rank=5)")
         rank = self.mesh.rank if rank is None else rank
-        if not self.mesh.simulate and rank != self.mesh.rank:
-            raise MeshError(f"this process is rank {self.mesh.rank}; it does not hold the shard of rank {rank}")
+        if rank not in (range(self.mesh.total) if self.mesh.simulate else (self.mesh.rank,)):
+            raise MeshError(f"{self.mesh!r} does not hold the shard of rank {rank} in this process")
         shard = self.shards[rank if self.mesh.simulate else 0]
         true = layout.local_shape(self.spec, self.shape, self.mesh.shape, self.mesh.coordinates(rank))
         for dim, n in enumerate(true):
@@ -102,13 +102,21 @@ class Array(Tensor):
             return func(args[0].shards[0])
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        arrays = [a for a in tree.leaves((args, kwargs)) if isinstance(a, Array)]
-        name = func._schema.name.split("::")[1]
-        raise ShardError(
-            f"{name} on an array at rest (`{arrays[0].spec}`, shape {tuple(arrays[0].shape)}): nothing is communicated "
+        first = next(a for a in tree.leaves((args, kwargs)) if isinstance(a, Array))
+        raise first._refusal(func._schema.name.split("::")[1])
+
+    def _refusal(self, name: str) -> ShardError:
+        return ShardError(
+            f"{name} on an array at rest (`{self.spec}`, shape {tuple(self.shape)}): nothing is communicated "
             "silently, so arrays take no arithmetic.\n"
             "  Pass it to a step or a shard_map-ed function, or sl.gather it first"
         )
+
+    def tolist(self) -> Any:
+        raise self._refusal("tolist")
+
+    def numpy(self, **_: Any) -> Any:
+        raise self._refusal("numpy")
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -76,11 +76,13 @@ def _function(name: str, letter: str, value: Callable[..., Tensor], transpose: C
 
 def _apply(function: type[_Linear], x: Tensor, axes: tuple[str, ...], *static: Any) -> Tensor:
     """One collective, typed. Where nothing is being differentiated, its value alone."""
-    if not axes:
-        return x
     here = region()
+    if not axes or not here.typed:
+        return x
     if here.reentered:
         refuse_captured(function.__name__, [x])
+    if here.padded.entries:
+        here.refuse_padded(function.__name__, x)
     kind = here.types.get(x) or here.invariant
     if is_functorch_wrapped_tensor(x) or x.requires_grad or forward_ad._current_level >= 0:
         _refuse_forward_mode(here, function.__name__, x)
@@ -222,6 +224,8 @@ def _all_to_all(x: Tensor, axes: tuple[str, ...], split: int, concat: int) -> Te
 
 
 def _ppermute(x: Tensor, axes: tuple[str, ...], source: tuple[int, ...]) -> Tensor:
+    if not region().typed:
+        return x if source[0] == 0 else torch.zeros_like(x)
     return _apply(_PPermute, x, axes, source)
 
 

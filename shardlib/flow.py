@@ -6,7 +6,7 @@ and becomes varying through any other: in a backward pass that is right, in user
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the layer below fu
 
 from shardlib.errors import SpecError
 from shardlib.mesh import Mesh
-from shardlib.types import NO_TENSOR, Region, entered, short, unknown, words
+from shardlib.types import NO_TENSOR, Region, entered, unknown, words
 
 _LIKE = frozenset(
     "ones_like zeros_like empty_like full_like new_zeros new_ones new_full new_empty new_empty_strided "
@@ -209,18 +209,12 @@ class Flow(TorchDispatchMode):
             if x is not None and x.untyped_storage()._cdata == storage:
                 here.types.set(x, joined)
 
-    def _padding(self, rule: _Rule, operands: list[Tensor]) -> tuple[torch.Size, ...]:
+    def _padding(self, rule: _Rule, operands: list[Tensor]) -> list[torch.Size]:
         """The shapes of padded operands; an error where the op computes with one."""
-        here = self.region
-        padded = [a for a in operands if id(a) in here.padded.entries]
-        if padded and not here.padding_allowed and rule.name not in _KEEPS_PADDING:
-            leaf = here.leaves.get(padded[0])
-            what = f"`{leaf.spec}` of global shape {leaf.shape}" if leaf else short(padded[0])
-            raise SpecError(
-                f"{rule.name} on a leaf that does not divide over its axes ({what}; padded to {short(padded[0])} here).\n"
-                "  Such a leaf can be stored and updated, not computed with: sl.gather it first"
-            )
-        return tuple(a.shape for a in padded)
+        padded = [a for a in operands if id(a) in self.region.padded.entries]
+        if padded and rule.name not in _KEEPS_PADDING:
+            self.region.refuse_padded(rule.name, padded[0])
+        return [a.shape for a in padded]
 
 
 def _drops(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -235,7 +229,8 @@ def _masked(args: Any) -> bool:
 
 
 @contextmanager
-def flowing(mesh: Mesh) -> Iterator[Region]:
+def flowing(mesh: Mesh, typed: bool = True) -> Iterator[Region]:
     """Run a per-device function with `Flow` on. A backward runs in this thread, where the region is."""
-    with entered(Region(mesh)) as made, torch.autograd.set_multithreading_enabled(False), Flow(made):
-        yield made
+    with entered(Region(mesh, typed)) as made, torch.autograd.set_multithreading_enabled(False):
+        with Flow(made) if typed else nullcontext():
+            yield made

@@ -191,7 +191,7 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
 
 _ADDS = frozenset("add sub rsub radd subtract iadd isub".split())
 _SCALES = frozenset(
-    "mul multiply rmul imul div true_divide truediv rtruediv itruediv divide matmul rmatmul mm bmm mv dot einsum linear "
+    "mul multiply rmul imul rdiv div true_divide truediv rtruediv itruediv divide matmul rmatmul mm bmm mv dot einsum linear "
     "outer tensordot inner".split()
 )
 _JOINS = frozenset("cat concat concatenate stack hstack vstack dstack".split())
@@ -225,17 +225,22 @@ def _check_pending(here: Region, name: str, tensors: list[Tensor], kinds: list[s
 
 
 @contextmanager
-def per_device(mesh: Mesh) -> Iterator[Region]:
-    """Run a per-device function: types by `Flow`, `pvary` by `Insert`."""
-    with flowing(mesh) as region, Insert(region) as mode:
-        region.insert = mode
-        yield region
+def per_device(mesh: Mesh, typed: bool = True) -> Iterator[Region]:
+    """Run a per-device function: types by `Flow`, `pvary` by `Insert`. With `typed=False`, which only a lone rank may
+    ask for, and only for code that has been checked, neither is on."""
+    with flowing(mesh, typed) as region:
+        if not typed:
+            yield region
+            return
+        with Insert(region) as mode:
+            region.insert = mode
+            yield region
 
 
 @contextmanager
 def reentered() -> Iterator[None]:
     """Inside a Function or a backward, where torch has function modes off: the region's `Insert` on again."""
-    if not inside():
+    if not inside() or not region().typed:
         yield
         return
     here = region()

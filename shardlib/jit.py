@@ -1,9 +1,10 @@
 """`jit`: a function on arrays traced once for each signature into a program of graphs, then run as generated code."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from shardlib import tree
 from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, graphs, runner
-from shardlib.graph.trace import meta, trace
+from shardlib.graph.trace import meta, strides, trace
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
@@ -110,10 +111,10 @@ class Jitted:
 
     def __call__(self, *args: Any) -> Any:
         flat, treedef, static = self._flat(args)
+        gone = self._donated(args)
         program = self._program(flat, treedef, static)
         mesh = program.mesh
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        gone = self._donated(args)
         shards = [x.donate() if id(x) in gone and isinstance(x, Array) else _shards(x) for x in tensors]
         ranks = range(mesh.total) if mesh.simulate else range(1)
         inputs = [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
@@ -126,35 +127,49 @@ class Jitted:
         return flat, treedef, static
 
     def _donated(self, args: Sequence[Any]) -> set[int]:
-        """The ids of the arrays that this call takes over; refuses storage that two leaves share."""
-        gone: dict[int, str] = {}
-        storages: dict[int, str] = {}
-        for i in self.donate:
-            for path, x in zip(tree.paths(args[i]), tree.leaves(args[i])):
-                if not isinstance(x, Array):
+        """The ids of the arrays that this call takes over; refuses storage that another leaf holds too."""
+        gone: set[int] = set()
+        held: dict[int, str] = {}
+        rest = [i for i in range(len(args)) if i not in self.donate + self.static] if self.donate else []
+        for i in [*self.donate, *rest]:
+            for path, x in zip(tree.paths(args[i]), tree.leaves(args[i]), strict=True):
+                if not isinstance(x, Tensor):
                     continue
-                where = f"argument {i}, `{path}`"
-                if id(x) in gone:
-                    raise ShardError(f"{self.__name__}: {where} is the same array as {gone[id(x)]}; it cannot be donated twice")
-                gone[id(x)] = where
-                for s in {s.untyped_storage()._cdata for s in x.shards}:
-                    if s in storages:
-                        raise ShardError(f"{self.__name__}: {where} shares storage with {storages[s]}; clone one of them before donating")
-                    storages[s] = where
+                where = f"argument {i}, `{path}`" if path else f"argument {i}"
+                storages = {s.untyped_storage()._cdata for s in _shards(x)}
+                other = next((held[s] for s in storages if s in held), None)
+                if other is not None:
+                    raise ShardError(f"{self.__name__}: {where} shares storage with {other}, which is donated: clone one of them first")
+                if i in self.donate and isinstance(x, Array):
+                    gone.add(id(x))
+                    held.update(dict.fromkeys(storages, where))
         return gone
 
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Lowered:
         mesh = current_mesh()
-        key = (treedef, static, tuple(_signature(x) for x in flat), mesh.name, mesh.simulate, self.backend, *_settings())
-        found = self._programs.get(key)
+        try:
+            key = _Key(treedef, static, tuple(_signature(x) for x in flat), _mesh_key(mesh), _settings())
+            found = self._programs.get(key)
+        except TypeError:
+            self._refuse_unhashable(flat, treedef, static)
+            raise
         if found is None:
             if len(self._programs) >= self.max_traces:
                 raise ShardError(
                     f"{self.__name__} was traced for {len(self._programs)} signatures, which is max_traces: shapes, specs or "
                     "static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
                 )
-            found = self._programs[key] = self._trace(flat, treedef, static, mesh)
+            found = self._trace(flat, treedef, static, mesh)
+            if self._programs:
+                print(f"shardlib: {self.__name__} was traced again: {key.changed(next(reversed(self._programs)))}", file=sys.stderr)
+            self._programs[key] = found
         return found
+
+    def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
+        where = [*_argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
+        for path, x in zip(where, [*flat, *static], strict=True):
+            if not isinstance(x, Tensor) and type(x).__hash__ is None:
+                raise SpecError(f"{self.__name__}: {path} is a {type(x).__name__}; jit takes tensors, arrays at rest and hashable constants")
 
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], mesh: Mesh) -> Lowered:
         began = time.perf_counter()
@@ -183,8 +198,8 @@ class Jitted:
             return values
 
         module = trace(run, [meta(_shards(x)[0]) for x in tensors], self.__name__)
-        full_paths = [p for p, x in zip(tree.paths(tree.unflatten(treedef, flat)), flat) if isinstance(x, Tensor)]
-        for node, path in zip((n for n in module.graph.nodes if n.op == "placeholder"), full_paths):
+        where = [p for p, x in zip(tree.paths(tree.unflatten(treedef, flat)), flat, strict=True) if isinstance(x, Tensor)]
+        for node, path in zip((n for n in module.graph.nodes if n.op == "placeholder"), where, strict=True):
             node.meta["path"] = path
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
 
@@ -197,19 +212,56 @@ def _like(x: Tensor, local: Tensor) -> Tensor:
     return Array([local], x.spec, x.shape, x.mesh) if isinstance(x, Array) else local
 
 
-_interned: dict[Any, int] = {}
-
-
 def _signature(x: Any) -> Any:
     if not isinstance(x, Tensor):
-        return (type(x), x)
+        return type(x), x, repr(x) if isinstance(x, float) else None  # -0.0 equals 0.0
     local = _shards(x)[0]
     spec = x.spec if isinstance(x, Array) else None
-    return (spec, tuple(x.shape), tuple(local.stride()), x.dtype, x.device)
+    return (spec, tuple(x.shape), strides(local), x.dtype, x.device)
+
+
+def _mesh_key(mesh: Mesh) -> Any:
+    return mesh.name, tuple(mesh.groups.items()), mesh.simulate
 
 
 def _settings() -> tuple[Any, ...]:
-    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.__version__
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+def _argument_paths(treedef: Any) -> list[str]:
+    """`argument 0, `blocks.w``, for every leaf of the tuple of arguments."""
+    split = [p.partition(".") for p in tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))]
+    return [f"argument {i}, `{path}`," if path else f"argument {i}" for i, _, path in split]
+
+
+class _Key(NamedTuple):
+    """What a program was traced for."""
+
+    structure: Any
+    static: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    mesh: Any
+    settings: Any
+
+    def changed(self, old: "_Key") -> str:
+        """What differs from another key, in a line."""
+        if self.mesh != old.mesh:
+            return f"the mesh is {self.mesh[0]}, it was {old.mesh[0]}"
+        if self.static != old.static:
+            return f"static arguments are {self.static}, they were {old.static}"
+        if self.structure != old.structure:
+            return "the arguments have another structure"
+        pairs = zip(_argument_paths(self.structure), self.leaves, old.leaves, strict=True)
+        said = [f"{path} is {_said(new)}, it was {_said(was)}" for path, new, was in pairs if new != was]
+        more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+        return said[0] + more if said else "torch's settings differ"
+
+
+def _said(signature: Any) -> str:
+    if len(signature) == 3:
+        return repr(signature[1])
+    spec, shape, stride, dtype, _ = signature
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" `{spec}`" if spec is not None else f" of strides {list(stride)}")
 
 
 def jit(
@@ -225,7 +277,7 @@ def jit(
     Everything is traced: forward, backward, collectives, optimizer; a loop over micro-batches is one graph called
     several times. All ranks have the same program. On a simulated mesh the ranks run it in lockstep, and what types call
     equal is compared. `donate_argnums`: arguments whose memory the call takes over; they cannot be used again.
-    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or
+    `static_argnums`: hashable arguments that are part of the signature; a line on stderr says what led to another trace. `backend`: `"graph"` (generated FX code) or
     `"inductor"`. Attributes of `f` (`init`) stay. Raises `SpecError` for Python that looks at a tensor's value.
     """
     if backend not in BACKENDS:

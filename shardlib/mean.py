@@ -37,10 +37,11 @@ class Mean:
     __slots__: ClassVar[tuple[str, ...]] = ("terms",)
 
     def __init__(self, total: Tensor, weight: Tensor | float) -> None:
-        if not isinstance(total, Tensor) or total.dim():
-            raise SpecError(f"Mean takes a 0-d total, found {tuple(total.shape) if isinstance(total, Tensor) else total!r}")
-        if not isinstance(weight, Tensor):
+        if isinstance(total, Tensor) and not isinstance(weight, Tensor):
             weight = torch.full((), float(weight), dtype=total.dtype, device=total.device)
+        for what, x in (("total", total), ("weight", weight)):
+            if not isinstance(x, Tensor) or x.dim():
+                raise SpecError(f"Mean takes a 0-d {what}, found {tuple(x.shape) if isinstance(x, Tensor) else x!r}")
         self.terms = (_term(total, weight, 1.0),)
 
     @classmethod
@@ -96,6 +97,15 @@ class Mean:
         return Mean._of_terms(tuple(_term(t.total, t.weight, t.coefficient * scale) for t in self.terms))
 
     __rmul__ = __mul__
+
+    def __truediv__(self, by: float) -> "Mean":
+        return self * (1 / by)
+
+    def __neg__(self) -> "Mean":
+        return self * -1
+
+    def __sub__(self, other: Any) -> "Mean":
+        return self + -other
 
     def __add__(self, other: Any) -> "Mean":
         if isinstance(other, (int, float)) and other == 0:

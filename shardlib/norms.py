@@ -32,11 +32,18 @@ def global_norm(values: Any, ord: float = 2) -> Tensor:
             by_axes[axes] = one if held is None else torch.maximum(held, one) if ord == math.inf else held + one
         total: Tensor | None = None
         for axes, one in by_axes.items():
-            one = (c.pmax(one, axes) if ord == math.inf else c._psum(one, axes)) if axes else one
+            one = (_largest(one, axes) if ord == math.inf else c._psum(one, axes)) if axes else one
             total = one if total is None else torch.maximum(total, one) if ord == math.inf else total + one
     if total is None:
         return here.set_type(torch.zeros((), device=here.mesh.device), here.invariant)
     return total if ord in (1, math.inf) else total.sqrt() if ord == 2 else total ** (1 / ord)
+
+
+def _largest(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """`pmax` that keeps a NaN: gloo's maximum may lose one."""
+    nan = x.isnan()
+    most, bad = c.pmax(torch.stack([torch.where(nan, torch.zeros_like(x), x), nan.to(x.dtype)]), axes).unbind()
+    return torch.where(bad > 0, torch.full_like(most, math.nan), most)
 
 
 def _local(x: Tensor, ord: float) -> Tensor:

@@ -157,7 +157,13 @@ def einsum(pattern: str, *operands: Tensor) -> Tensor:
         if d.name not in seen:
             raise failure(pattern, d.span, f"`{d.name}` stands on the right of `->` only")
     _chains(p, [*specs, out])
-    contracted = {a: n for n, d in seen.items() if n not in out.names for a in d.axes}
+    contracted: dict[str, str] = {}
+    for n, d in seen.items():
+        for a in d.axes if n not in out.names else ():
+            if a in contracted:
+                raise failure(pattern, d.span, f"`{contracted[a]}` and `{n}` are both split over `{a}` and summed over: a rank holds one "
+                              "piece of each and would miss the other products", f"all_gather one of them over `{a}`")  # fmt: skip
+            contracted[a] = n
     carried = {a for s in specs for a in s.pending}
     end = len(pattern.rstrip())
     for a, n in contracted.items():
@@ -212,7 +218,7 @@ def _einops(op: str, text: str, x: Tensor, sizes: dict[str, int], run: Callable[
     axes = {b for a in p.axes for b in here.mesh.expand(a)}
     src, dst = p.inputs[0], resolve(p.outputs[0], here)
     flat = Spec(tuple(Dim(d.name, d.axes, d.parts, d.span) for d in src.dims), src.pending, text=src.text)
-    checked = check_operand(flat, x, text, axes)
+    checked = check_operand(flat, x, text, axes, groups=True)
     left, right = _parts(resolve(src, here)), _parts(dst)
     local: dict[str, int] = {}
     for n, size in sizes.items():

@@ -48,22 +48,31 @@ def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dic
 
 
 def check_operand(
-    spec: Spec, x: Tensor, text: str, axes: Collection[str] | None = None, local: dict[str, int] | None = None
+    spec: Spec,
+    x: Tensor,
+    text: str,
+    axes: Collection[str] | None = None,
+    local: dict[str, int] | None = None,
+    groups: bool = False,
 ) -> Spec:
     """Check one operand against its spec; returns the spec for its dimensions, groups resolved.
 
     `/a` wants a varying value, `+a` a pending one (or varying, which writing it states to be a sum); an axis in `axes`
     (those that the pattern names anywhere) which the operand omits wants an equal one. `local`: sizes of the pattern.
+    `groups`: whether `(a b)` may stand for a dimension.
     """
     here = region()
     if not isinstance(x, Tensor):
         raise failure(text, _span(spec), f"a tensor is needed for `{spec}`, found {type(x).__name__}")
     spec = resolve(spec, here)
+    for dim in spec.dims:
+        if dim.parts and not groups:
+            raise failure(text, dim.span, f"`{dim.name}` groups dimensions, which only rearrange and reduce do")
     if len(spec.dims) != x.dim() and not (spec.has_ellipsis and x.dim() >= len(spec.dims) - 1):
         raise failure(text, _span(spec), f"`{spec}` names {len(spec.dims)} dimension(s), the value has {x.dim()}: {tuple(x.shape)}")
     spec = spec.expand(x.dim())
     kind = here.type_of(x)
-    for axis, letter in zip(here.mesh.shape, kind):
+    for axis, letter in zip(here.mesh.shape, kind, strict=True) if here.typed else ():
         if axis in spec.split:
             dim = next(d for d in spec.dims if axis in d.axes)
             if letter != "V":

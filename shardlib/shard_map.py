@@ -21,13 +21,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardlib import layout, tree
 from shardlib.array import Array
-from shardlib.errors import MeshError, SpecError
+from shardlib.errors import MeshError, SpecError, located
 from shardlib.insert import per_device
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.simulate import run_threads
 from shardlib.spec import Dim, Spec, as_spec
 from shardlib.types import Leaf, Region
 
+_Known = list[Leaf | None] | None
+_Returned = tuple[list[Any], list[Leaf | None], Any, bool]
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -39,31 +41,30 @@ def global_spec(spec: Any, ndim: int, mesh: Mesh) -> Spec:
 def borders(specs: Any, args: Any, mesh: Mesh, what: str) -> list[Leaf | None]:
     """For every leaf of `args`, the leaf it enters as; None for what is not a tensor. Raises before anything runs."""
     flat, where = tree.leaves(args), tree.paths(args)
-    wanted = [None] * len(flat) if specs is None else tree.broadcast(specs, args, what)
+    wanted = [None] * len(flat) if specs is None else tree.broadcast(specs, args, f"{what}: in_specs")
     out: list[Leaf | None] = []
     for path, x, said in zip(where, flat, wanted, strict=True):
         if not isinstance(x, Tensor):
             out.append(None)
             continue
-        at = f"{what}: argument `{path}`"
-        if isinstance(x, Array) and x.mesh.shape != mesh.shape:
-            raise MeshError(f"{at} lies on {x.mesh!r}, the current mesh is {mesh!r}")
-        has = x.spec if isinstance(x, Array) else Spec(tuple(Dim("_") for _ in x.shape))
-        try:
-            spec = has if said is None else layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
-        except SpecError as e:
-            raise SpecError(f"{at}: {e}") from None
-        if [d.axes for d in spec.dims] != [d.axes for d in has.dims] or set(spec.pending) != set(has.pending):
-            mend = (
-                f"sl.reshard(x, '{spec}') first: nothing is redistributed by itself"
-                if isinstance(x, Array)
-                else f"sl.shard(x, '{spec}') first (a plain tensor counts as equal on all ranks)"
-            )
-            raise SpecError(f"{at} has spec `{has}`, shape {tuple(x.shape)}; expected `{spec}`.\n  {mend}")
-        if isinstance(x, Array):
-            spec = Spec(spec.dims, spec.pending, spec.memory, stacked=has.stacked)
-        out.append(Leaf(spec, tuple(x.shape)))
+        with located(f"{what}: argument `{path}`"):
+            out.append(Leaf(_enters_as(x, said, mesh), tuple(x.shape)))
     return out
+
+
+def _enters_as(x: Tensor, said: Any, mesh: Mesh) -> Spec:
+    if isinstance(x, Array) and x.mesh.shape != mesh.shape:
+        raise MeshError(f"it lies on {x.mesh!r}, the current mesh is {mesh!r}")
+    has = x.spec if isinstance(x, Array) else Spec(tuple(Dim("_") for _ in x.shape))
+    spec = has if said is None else layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
+    if spec.chains != has.chains or set(spec.pending) != set(has.pending):
+        at = next((i for i, (a, b) in enumerate(zip(spec.chains, has.chains, strict=True)) if a != b), None)
+        if isinstance(x, Array):
+            held, mend = f"split as `{has}`", f"sl.reshard(x, '{spec}') first: nothing is redistributed by itself"
+        else:
+            held, mend = "plain, hence equal on all ranks", f"sl.shard(x, '{spec}') first"
+        raise spec.error(f"a value of shape {tuple(x.shape)}, {held}, is not `{spec}`", at, mend)
+    return Spec(spec.dims, spec.pending, spec.memory, stacked=has.stacked) if isinstance(x, Array) else spec
 
 
 def shards_of(x: Any) -> list[Any]:
@@ -72,9 +73,9 @@ def shards_of(x: Any) -> list[Any]:
 
 
 @contextmanager
-def device_code(mesh: Mesh, where: str) -> Iterator[Region]:
+def device_code(mesh: Mesh, where: str, typed: bool = True) -> Iterator[Region]:
     """A region named for messages."""
-    with per_device(mesh) as here:
+    with per_device(mesh, typed) as here:
         here.where = where
         yield here
 
@@ -93,47 +94,40 @@ def enter(here: Region, locals_: Sequence[Any], leaves: Sequence[Leaf | None]) -
 def leave(here: Region, specs: Any, out: Any, what: str) -> tuple[list[Any], list[Leaf | None]]:
     """The local tensors of a result and the leaves they are, checked against `specs` (None: what each leaf brought)."""
     flat, where = tree.leaves(out), tree.paths(out)
-    wanted = [None] * len(flat) if specs is None else tree.broadcast(specs, out, what)
+    wanted = [None] * len(flat) if specs is None else tree.broadcast(specs, out, f"{what}: out_specs")
     leaves: list[Leaf | None] = []
     for path, x, said in zip(where, flat, wanted, strict=True):
-        leaves.append(_result(here, x, said, f"{what}: result `{path}`") if isinstance(x, Tensor) else None)
-    return [x.contiguous() if isinstance(x, Tensor) else x for x in flat], leaves
+        with located(f"{what}: result `{path}`" if path else f"{what}: the result"):
+            leaves.append(_result(here, x, said) if isinstance(x, Tensor) else None)
+    return _values(out), leaves
 
 
-def _result(here: Region, x: Tensor, said: Any, at: str) -> Leaf:
-    mesh, kind, known = here.mesh, here.type_of(x), here.leaves.get(x)
-    if said is None:
-        if known is not None:
-            spec = known.spec
-        elif kind.strip("IR"):
-            raise SpecError(f"{at} is {here.describe(x)} and no spec says how it is split: give out_specs")
-        else:
-            spec = Spec(tuple(Dim("_") for _ in x.shape))
+def _result(here: Region, x: Tensor, said: Any) -> Leaf:
+    mesh, kind, known, is_ = here.mesh, here.type_of(x), here.leaves.get(x), here.describe(x)
+    if said is not None:
+        spec = layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
+    elif known is not None:
+        spec = known.spec
+    elif kind.strip("IR"):
+        raise SpecError(f"{is_}: no spec says how it is split; give out_specs")
     else:
-        try:
-            spec = layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
-        except SpecError as e:
-            raise SpecError(f"{at}: {e}") from None
-    for axis, letter in zip(mesh.shape, kind):
+        spec = Spec(tuple(Dim("_") for _ in x.shape))
+    for axis, letter in zip(mesh.shape, kind, strict=True):
         if axis in spec.split:
             if letter == "P":
-                raise SpecError(f"{at} still waits for a sum over `{axis}` ({here.describe(x)}), `{spec}` says it is split there:\n  psum_scatter it")
+                raise spec.error(f"{is_} still waits for a sum over `{axis}`", axis, "psum_scatter it there")
         elif axis in spec.pending:
             if letter in "IR":
-                raise SpecError(f"{at} is equal over `{axis}` ({here.describe(x)}), `{spec}` says it is a sum still to be made")
+                raise spec.error(f"{is_} is equal over `{axis}`: no sum is to be made", axis, "leave it out")
         elif letter == "V":
-            raise SpecError(
-                f"{at} differs by rank over `{axis}` ({here.describe(x)}), but `{spec}` does not name that axis.\n"
-                f"  Split it there (`dim/{axis}`), all_gather(..., invariant=True) it, or psum it"
-            )
+            mend = f"split a dimension (`/{axis}`), all_gather(..., invariant=True) it, or psum it"
+            raise spec.error(f"{is_} differs by rank over `{axis}`, which `{spec}` does not name", None, mend)
         elif letter == "P":
-            raise SpecError(f"{at} still waits for a sum over `{axis}` ({here.describe(x)}): psum it, or write `+{axis}` in its spec")
+            raise spec.error(f"{is_} still waits for a sum over `{axis}`", None, f"psum it, or write `+{axis}` here")
         elif letter == "R" and said is not None:
-            raise SpecError(
-                f"{at} is replicated over `{axis}` ({here.describe(x)}) and `{spec}` says invariant: gather it with "
-                "invariant=True, so that its gradient is counted once"
-            )
-    if known is not None and [d.axes for d in known.spec.dims] == [d.axes for d in spec.dims]:
+            mend = "gather it with invariant=True, so that its gradient is counted once"
+            raise spec.error(f"{is_} is replicated over `{axis}`, `{spec}` says invariant", None, mend)
+    if known is not None and known.spec.chains == spec.chains:
         return Leaf(Spec(spec.dims, spec.pending, spec.memory, stacked=known.spec.stacked), known.shape)
     return Leaf(spec, layout.global_shape(spec, x.shape, mesh.shape))
 
@@ -148,7 +142,7 @@ def shard_map(
     Results are `Array`s; what is not a tensor comes back as it is. Raises `SpecError` before anything is sent when specs,
     shapes or types do not fit. As `jax.shard_map`.
     """
-    seen: set[Any] = set()
+    seen: dict[Any, _Known] = {}
 
     def run(*args: Any) -> Any:
         m = mesh or current_mesh()
@@ -156,21 +150,21 @@ def shard_map(
         leaves = borders(in_specs, args, m, name)
         flat, treedef = tree.flatten(args)
 
-        def body(*local: Any) -> tuple[list[Any], list[Leaf | None], Any]:
-            with device_code(m, name) as here:
+        def body(*local: Any, known: _Known = None) -> _Returned:
+            with device_code(m, name, typed=known is None) as here:
                 out = f(*tree.unflatten(treedef, enter(here, local, leaves)))
-                return *leave(here, out_specs, out, name), tree.flatten(out)[1]
+                values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known)
+                return values, found, tree.flatten(out)[1], here.asked
 
         shards = [shards_of(x) for x in flat]
         if any(isinstance(s[0], FakeTensor) for s in shards):
             return _wrap([body(*(s[0] for s in shards))], m)
         key = (treedef, m.name, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves)))
         if key not in seen:
-            _first_run(body, [s[0] for s in shards], name)
-            seen.add(key)
+            seen[key] = _first_run(body, [s[0] for s in shards], name)
         if m.simulate and m.total > 1:
             return _wrap(run_threads(m, body, [[s[r if len(s) > 1 else 0] for s in shards] for r in range(m.total)]), m)
-        return _wrap([body(*(s[0] for s in shards))], m)
+        return _wrap([body(*(s[0] for s in shards), known=seen[key] if m.total == 1 else None)], m)
 
     run.__name__ = getattr(f, "__name__", "shard_map")
     return run
@@ -188,21 +182,29 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> None:
+def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> _Known:
+    """Run on shapes alone. What is known then: which leaves the results are; None where types matter as the code runs
+    (it could not be checked to the end, or looks at types itself)."""
     mode = FakeTensorMode()
     fake = [fake_like(mode, x) if isinstance(x, Tensor) else x for x in local]
     try:
         with mode:
-            body(*fake)
+            _, leaves, _, asked = body(*fake)
+        return None if asked else leaves
     except DATA_DEPENDENT:
         warnings.warn(
             f"{name} takes a Python decision on a tensor's value, so it could not be checked before it ran; "
             "types are checked as it runs. Under jit this is an error: use torch.where",
             stacklevel=3,
         )
+        return None
 
 
-def _wrap(results: Sequence[tuple[list[Any], list[Leaf | None], Any]], mesh: Mesh) -> Any:
+def _values(out: Any) -> list[Any]:
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in tree.leaves(out)]
+
+
+def _wrap(results: Sequence[_Returned], mesh: Mesh) -> Any:
     """The ranks' results as one tree of arrays."""
     flats, leaves, treedef = [r[0] for r in results], results[0][1], results[0][2]
     out = []

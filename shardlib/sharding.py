@@ -189,7 +189,11 @@ def leaf_of(x: Any, what: str) -> Leaf:
 def move(x: Tensor, dst: Spec, *, invariant: bool = True, what: str = "reshard") -> Tensor:
     """One leaf inside a per-device function, brought from its spec to `dst`. Sums and gathers give invariant values,
     with `invariant=False` replicated ones (whose gradient is scattered back)."""
-    here, leaf = region(), leaf_of(x, what)
+    here = region()
+    if not here.typed:
+        known = here.leaves.get(x)
+        return x if known is None else settle(x.view_as(x), Leaf(dst, known.shape))
+    leaf = leaf_of(x, what)
     src = leaf.spec
     moves = plan(src, dst, leaf.shape, here.mesh)
     chains = src.chains
@@ -213,6 +217,8 @@ def settle(x: Tensor, leaf: Leaf) -> Tensor:
 def gather_local(x: Any, axes: Axes | None) -> Any:
     """`gather` inside a per-device function: the axes removed from the leaves split over them; others as they are."""
     mesh = region().mesh
+    if not region().typed:
+        return x
     drop = tuple(mesh.shape) if axes is None else mesh.expand(axes)
 
     def one(path: str, leaf: Any) -> Any:

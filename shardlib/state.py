@@ -94,9 +94,8 @@ def from_local(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
         raise MeshError("from_local on a simulated mesh: this process is every rank; pass the global batch to sl.shard")
 
     def make(x: Tensor, spec: Spec) -> Array:
-        local = x.to(m.device)
-        local = local.clone() if local.data_ptr() == x.data_ptr() else local
-        return Array([local.contiguous()], spec, layout.global_shape(spec, x.shape, m.shape), m)
+        local = x.to(m.device, copy=True, memory_format=torch.contiguous_format)
+        return Array([local], spec, layout.global_shape(spec, x.shape, m.shape), m)
 
     return _each(tree_, specs, "from_local", make, m)
 
@@ -212,7 +211,7 @@ def _make_shard(field: tree.Field, shape: tuple[int, ...], path: str, key: Tenso
 
 
 def _layer_path(path: str, levels: tuple[int, ...], layer: list[int], shape: tuple[int, ...]) -> str:
-    """The path of one layer of a stacked leaf, as if stacks were lists: for each `*` a number, row-major in its level."""
+    """The path of one layer of a stacked leaf, as if stacks were lists: each `*` a number, row-major in its level."""
     done = 0
     for n in levels:
         number = 0

@@ -121,11 +121,20 @@ def pytree(cls: C) -> C:
             object.__setattr__(obj, name, value)
         return obj
 
+    def flatten_for_torch(obj: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        values, meta, _ = flatten(obj)
+        return list(values), meta
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        values, meta, _ = flatten(obj)
+        return [(torch_pytree.GetAttrKey(n), v) for n, v in zip(children, values, strict=True)], meta
+
     _node(cls, flatten, unflatten, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
-        lambda obj: (list(flatten(obj)[0]), flatten(obj)[1]),
+        flatten_for_torch,
         lambda values, meta: unflatten(meta, values),
+        flatten_with_keys_fn=flatten_with_keys,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
     cls.__pytree__ = children  # type: ignore[attr-defined]

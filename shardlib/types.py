@@ -71,6 +71,7 @@ class Region:
     """One per-device function while it runs or is traced: the mesh, the types, and the sizes that names are bound to."""
 
     mesh: Mesh
+    typed: bool = True  # False: one rank alone, in code whose types were checked before; everything counts as invariant
 
     def __post_init__(self) -> None:
         self.types: TensorTable[str] = TensorTable()
@@ -86,10 +87,13 @@ class Region:
         self.peeking = False
         self.reentered = 0
         self.where = "shard_map"
+        self.asked = False  # whether the code looks at types itself
         self.insert: Any = None
 
     def type_of(self, x: Tensor) -> str:
         """The type of `x`; an error where it is unknown."""
+        if not self.typed:
+            return self.invariant
         found = self.types.get(x)
         if found is None:
             raise unknown("this operation", x)
@@ -141,6 +145,16 @@ class Region:
         if padded:
             self.padded.set(x, True)
         return x
+
+    def refuse_padded(self, what: str, x: Tensor) -> None:
+        """Raise where `x` is a padded leaf, but for norms and optimizers."""
+        if self.padded.get(x) and not self.padding_allowed:
+            leaf = self.leaves.get(x)
+            said = f"`{leaf.spec}` of global shape {leaf.shape}" if leaf else short(x)
+            raise SpecError(
+                f"{what} on a leaf that does not divide over its axes ({said}; padded to {short(x)} here).\n"
+                "  Such a leaf can be stored and updated, not computed with: sl.gather it first"
+            )
 
     def bind(self, leaf: Leaf) -> None:
         """Bind the names of a leaf to its sizes; a name that leaves bind to several sizes is left to each pattern."""
@@ -260,7 +274,9 @@ class paused:
 
 def typeof(x: Tensor) -> str:
     """Shape, dtype and type per axis of a value inside a per-device function: `f32[8, 512] varying over dp`."""
-    return region().describe(x)
+    here = region()
+    here.asked = True
+    return here.describe(x)
 
 
 def check_known(trees: Callable[[], Sequence[Tensor]]) -> None:
@@ -272,6 +288,6 @@ def check_known(trees: Callable[[], Sequence[Tensor]]) -> None:
 def refuse(what: str, x: Tensor, axes: Sequence[str], letters: str, mend: str) -> None:
     """Raise `SpecError` where `x` is, over one of `axes`, of a type in `letters`."""
     here = region()
-    bad = [a for a in axes if here.over(x, a) in letters]
+    bad = [a for a in axes if here.over(x, a) in letters] if here.typed else ()
     if bad:
         raise SpecError(f"{what}: the value is {here.describe(x)}; over {listing(bad)} that is not allowed.\n  {mend}")

@@ -194,7 +194,7 @@ OWN: dict[Any, Callable[..., Tensor]] = {
 
 
 def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None = None) -> list[Tensor]:
-    """What an op of `MEET` or `OWN` gives to each member of one group.
+    """What an op of `MEET` or `OWN` gives to each member of one group; `wait` gives what it is given.
 
     `operands`: the op's arguments on each member, in the group's order; so are the results, each a tensor of its own.
     Sums run in that order and in the operands' dtype, so members get the same bits; `max` and `min` keep a NaN, which
@@ -203,6 +203,8 @@ def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None =
     """
     if target in OWN:
         return [OWN[target](i, *args) for i, args in enumerate(operands)]
+    if target is wait.default:
+        return [args[0] for args in operands]
     if target not in MEET:
         raise RankError(f"one process plays {listing([*MEET, *OWN])}, not `{target}`")
     if any(differ(target, operands[0], args) for args in operands[1:]):

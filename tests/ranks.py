@@ -48,7 +48,8 @@ def on_ranks(
             elif p.exitcode:
                 told = Path(folder, f"error{r}")
                 said[r] = told.read_text() if told.exists() else f"died with exit code {p.exitcode}"
-        assert not said, "\n".join(f"rank {r} of {n} {text}" for r, text in said.items())
+        if said:
+            raise AssertionError("\n".join(f"rank {r} of {n} {text}" for r, text in said.items()))
         return [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(n)]
 
 
@@ -56,7 +57,7 @@ def _child(r: int, n: int, folder: Path, fn: Callable[..., Any], args: Any, env:
     try:
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         if env is None:
-            dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), n), rank=r, world_size=n)
+            dist.init_process_group("gloo", f"file://{folder}/store", rank=r, world_size=n)
         else:
             os.environ.update(env(r))
         (folder / f"result{r}").write_bytes(pickle.dumps(fn(*args)))

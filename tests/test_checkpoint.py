@@ -594,7 +594,7 @@ def test_a_missing_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
             if dist.get_rank() == 0:
                 (path / "__1_0.distcp").unlink()
             dist.barrier()
-            with pytest.raises(sl.TreeError, match="__1_0.distcp is missing; it is needed for `a`"):
+            with pytest.raises(sl.TreeError, match=r"__1_0.distcp is missing; it is needed for `a`"):
                 sl.restore(path, state)
 
     on_ranks(2, run)

@@ -2,7 +2,7 @@
 does: loss, tokens, gradients, their norm, and the state after three steps. The oracle is plain torch (`Net.plain`, `torch.optim`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from models import Net
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
 from shardlib.spec import parse
-from models import Net
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 LAYOUTS = ("none", "0", "1", "2", "3", "2 by step", "hand")
 SHAPES = ((1, 1, 1), (2, 2, 1), (2, 1, 1), (1, 2, 1), (4, 2, 1), (2, 4, 1), (3, 2, 1), (1, 4, 1), (8, 1, 1), (2, 2, 2), (1, 2, 3), (2, 1, 3), (1, 2, 4))
+SMALL = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1))
 MASKS = ("some", "all", "no tokens on a rank", "no tokens in a micro-batch", "one token", "none")
 
 
@@ -114,9 +116,9 @@ def spec_trees(draw: Draw, net: Net, data: tuple[str, ...], every: tuple[str, ..
 
 
 @st.composite
-def cases(draw: Draw, kind: str) -> Case:
-    """A case with a layout of one kind."""
-    dp, tp, third = draw(st.sampled_from(SHAPES))
+def cases(draw: Draw, kind: str, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> Case:
+    """A case with a layout of one kind, on a mesh of one of the shapes (dp, tp, and cp or copies of dp)."""
+    dp, tp, third = draw(st.sampled_from(shapes))
     how = draw(st.sampled_from(("", "cp", "group")))
     sizes: dict[str, Any] = {"dp": dict(rep=third, fs=dp) if how == "group" else dp, "tp": tp}
     sizes |= {"cp": third} if how == "cp" else {}
@@ -187,6 +189,7 @@ def on_mesh(case: Case, mesh: sl.Mesh, jit: bool) -> Run:
         assert tree.flatten(state.params)[1] == tree.flatten(params)[1]
         assert {x.dtype for x in tree.leaves(state.params)} == {case.dtype}
         assert state.step.item() == state.opt.count.item() == 3
+        assert not jit or len(step.traces) == 1
     return Run(metrics, grads, kept)
 
 
@@ -239,31 +242,53 @@ def compare(case: Case, found: Run) -> None:
                 assert off.max().item() <= tolerance * scale, f"{name}: off by {off.max().item() / scale:.2e} of its maximum"
 
 
-def check(kind: str, number: int, examples: int, jit: bool) -> None:
+def check(kind: str, number: int, examples: int, test: Callable[[Case], None], **options: Any) -> None:
     """`examples` cases of one kind, the same on every run. A failing one is printed whole, not shrunk (that takes minutes)."""
 
     @seed(number)
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(case=cases(kind))
+    @given(case=cases(kind, **options))
     def each(case: Case) -> None:
-        compare(case, on_mesh(case, case.mesh(), jit))
+        test(case)
 
     each()
 
 
+def jitted(case: Case) -> None:
+    compare(case, on_mesh(case, case.mesh(), jit=True))
+
+
+def eager(case: Case) -> None:
+    compare(case, on_mesh(case, case.mesh(), jit=False))
+
+
+def processes(case: Case) -> None:
+    """On gloo: eager and jitted, every rank checked."""
+    run = lambda: [on_mesh(case, case.mesh(simulate=False), jit) for jit in (False, True)]  # noqa: E731
+    for found in on_ranks(case.mesh().total, run):
+        for one in found:
+            compare(case, one)
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 5, jit=True)
+    check(kind, LAYOUTS.index(kind), 3, jitted)
 
 
-def test_eager() -> None:
-    check("3", 100, 3, jit=False)
-    check("hand", 101, 3, jit=False)
+@pytest.mark.parametrize("kind", ["3", "hand"])
+def test_eager(kind: str) -> None:
+    check(kind, 10 + LAYOUTS.index(kind), 2, eager)
+
+
+@pytest.mark.parametrize("kind", ["2", "3"])
+def test_processes(kind: str) -> None:
+    check(kind, 20, 1, processes, shapes=((2, 1, 1),) if kind == "2" else ((1, 2, 2), (2, 2, 1)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_many(kind: str) -> None:
-    check(kind, 1000 + LAYOUTS.index(kind), 60, jit=True)
-    check(kind, 2000 + LAYOUTS.index(kind), 10, jit=False)
+    check(kind, 100 + LAYOUTS.index(kind), 60, jitted)
+    check(kind, 200 + LAYOUTS.index(kind), 10, eager)
+    check(kind, 300 + LAYOUTS.index(kind), 3, processes, shapes=SMALL)

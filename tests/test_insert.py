@@ -67,8 +67,8 @@ LINEAR: dict[str, Body] = {
     "matmul": lambda x, w, p, k: (p @ w, p.transpose(1, 2).mT @ w.diag(), torch.einsum("bsd,d->bs", p, w), F.linear(p, w[None])),
     "products": lambda x, w, p, k: (p[0, 0].dot(w), p[0].mv(w), p[0].mm(w.diag()), p.bmm(w.diag().expand(2, 3, 3)), torch.outer(p[0, 0], w)),
     "tensordot": lambda x, w, p, k: (torch.tensordot(p, w, 1), torch.inner(p, w), torch.addmm(p[0], p[0], w.diag())),
-    "reduced": lambda x, w, p, k: (p.sum(), p.sum(0), p.mean(), p.mean((0, 2)), p.cumsum(0), p.nansum() if False else p.sum(-1)),
-    "moved": lambda x, w, p, k: (p.T if p.dim() == 2 else p.mT, p.view(4, 3), p.reshape(-1), p.flatten(), p.permute(2, 0, 1), p.unflatten(2, (3, 1))),
+    "reduced": lambda x, w, p, k: (p.sum(), p.sum(0), p.mean(), p.mean((0, 2)), p.cumsum(0), p.sum(-1)),
+    "moved": lambda x, w, p, k: (p[0].T, p.mT, p.view(4, 3), p.reshape(-1), p.flatten(), p.permute(2, 0, 1), p.unflatten(2, (3, 1))),
     "cut": lambda x, w, p, k: (p[0], p[:, 1:], p[..., None], p.chunk(2), p.split(1), p.unbind(), p.narrow(0, 0, 1), p.select(0, 0)),
     "indexed by equal": lambda x, w, p, k: (p[torch.tensor([0, 1])], p.index_select(0, torch.tensor([1])), p.gather(0, torch.zeros(1, 2, 3, dtype=torch.int64))),
     "arranged": lambda x, w, p, k: (p.roll(1), p.flip(0), p.repeat(2, 1, 1), p.expand(2, 2, 2, 3), p[0].tril(), p[0].diagonal(), p.unfold(0, 1, 1), p.tile(2)),
@@ -83,7 +83,7 @@ LINEAR: dict[str, Body] = {
     "mapped": lambda x, w, p, k: torch.vmap(lambda r: r * 2 + r)(p),
     "through a linear function of the user": lambda x, w, p, k: torch.func.vjp(Twice.apply, p)[0],
     "through remat": lambda x, w, p, k: (sl.remat(lambda q: q)(p), sl.remat(lambda q, w: q @ w)(p, w)),
-    "moved over another axis": lambda x, w, p, k: sl.all_gather("b s d/tp -> b s d", p * (1 + sl.axis_index("tp"))),
+    "moved over another axis": lambda x, w, p, k: sl.all_gather("i s e/tp -> i s e", p * (1 + sl.axis_index("tp"))),
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "times pending": (lambda x, w, p, k: p * p, f"mul: {STILL} meets another pending one"),
     "einsum of two": (lambda x, w, p, k: torch.einsum("bsd,bsd->b", p, p), "einsum: .* meets another pending one"),
     "divided by": (lambda x, w, p, k: w / p, f"div: {STILL} is divided by"),
-    "one over": (lambda x, w, p, k: 1 / p, "rdiv: .* is divided by|reciprocal of"),
+    "one over": (lambda x, w, p, k: 1 / p, "rdiv: .* is divided by"),
     "floor": (lambda x, w, p, k: p // 2, "is not linear"),
     "rounded": (lambda x, w, p, k: torch.div(p, 2, rounding_mode="floor"), "div: "),
     "linear with a bias": (lambda x, w, p, k: F.linear(p, w.diag(), w), f"linear: {STILL} gets a bias once per rank"),
@@ -222,7 +222,7 @@ WRITES: dict[str, tuple[Body, str]] = {
     "setitem": (lambda x, w, p, k: torch.zeros(3).__setitem__(0, x[0, 0, 0]), r"setitem writes .* sl.pvary\(buffer, 'dp'\)"),
     "out": (lambda x, w, p, k: torch.add(x[0, 0], w, out=torch.empty(3)), "add writes in place"),
     "foreach": (lambda x, w, p, k: torch._foreach_add_([w.clone()], [x[0, 0]]), "_foreach_add writes in place"),
-    "augmented": (lambda x, w, p, k: exec("y = w.clone()\ny += x[0, 0]", dict(w=w, x=x)), "iadd writes in place"),
+    "augmented": (lambda x, w, p, k: exec("y = w.clone()\ny += x[0, 0]", dict(w=w, x=x)), "add writes in place"),
     "argument": (lambda x, w, p, k: x.mul_(2), "mul_ writes in place into an argument of the per-device function: clone it first"),
     "view of an argument": (lambda x, w, p, k: x[0].zero_(), "zero_ writes in place into an argument"),
     "out is an argument": (lambda x, w, p, k: torch.add(x, x, out=x), "add writes in place into an argument"),
@@ -261,8 +261,8 @@ def test_values_and_numpy() -> None:
 
     def body(x: Tensor, w: Tensor, p: Tensor, k: Tensor) -> Tensor:
         letters = region().type_of
-        assert letters(torch.tensor(3)) == letters(torch.as_tensor([1, 2])) == letters(torch.tensor(torch.ones(2).tolist())) == "II"
-        assert letters(copy.deepcopy(x)) == "VI" and letters(copy.copy(w)) == "II"
+        assert letters(torch.tensor(3)) == letters(torch.as_tensor([1, 2])) == "II"
+        assert letters(copy.deepcopy(x)) == "VI"
         assert letters(F.one_hot(k, 2)) == "VI" and F.one_hot(k, num_classes=5).shape == (2, 5)
         assert "torch" in str(type(x)) and repr(x) and f"{w}" and str(p)
         assert letters(x.to("cpu", torch.float64)) == letters(x.data) == "VI"
@@ -350,5 +350,5 @@ def test_what_is_unknown_is_an_error(name: str) -> None:
 
 
 def test_functions_of_functions_are_refused() -> None:
-    with pytest.raises(Exception, match="types do not see through|use torch.where"):
+    with pytest.raises(sl.SpecError, match="cond runs functions of its own, which types do not see through: use torch.where"):
         run(lambda x, w, p, k: torch.ops.higher_order.cond(w.sum() > 0, lambda a: a, lambda a: a * 2, (w,)))

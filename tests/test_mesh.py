@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import tempfile
 import warnings
 
 import pytest
@@ -272,6 +273,23 @@ def test_on_real_ranks_groups_count_as_the_mesh_does():
         (1, 0, 1, ([0, 2], 1), ([2, 3], 0), ([0, 1, 2, 3], 2)),
         (1, 1, 3, ([1, 3], 1), ([2, 3], 1), ([0, 1, 2, 3], 3)),
     ]
+
+
+def test_process_groups_are_made_again_after_a_restart():
+    def body(folder):
+        sums = []
+        for attempt in range(2):
+            m = sl.make_mesh(dp=2)
+            group = wire.resolve(m.group(("dp",)))
+            x = torch.tensor(float(dist.get_rank() + 1 + attempt))
+            dist.all_reduce(x, group=group)
+            sums.append(x.item())
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", f"file://{folder}/{attempt}", rank=m.rank, world_size=2)
+        return sums
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert on_ranks(2, body, folder) == [[3.0, 5.0]] * 2
 
 
 def test_a_rank_that_fails_or_hangs_is_named():

@@ -1,5 +1,6 @@
 """sharding.py: `reshard` between every pair of specs, and what `plan` sends for it."""
 
+import random
 from itertools import chain, combinations, permutations, product
 
 import pytest
@@ -56,6 +57,21 @@ def test_reshard_from_every_spec_to_every_spec(axes, shape):
         assert str(y.spec) == dst and y.shape == x.shape
         for rank, (got, shard) in enumerate(zip(y.shards, want[dst].shards, strict=True)):
             assert torch.equal(got, shard), f"{src} -> {dst}, rank {rank}: {got} for {shard}"  # the padding too
+
+
+def test_reshard_over_three_axes():
+    draw = random.Random(0)
+    specs = every_spec(3, ("a", "b", "c"))
+    for axes in ({"a": 2, "b": 2, "c": 2}, {"a": 3, "b": 1, "c": 2}):
+        cases = [
+            (draw.choice(specs), draw.choice(specs), [draw.choice((0, 1, 4, 5, 6, 12)) for _ in "xyz"])
+            for _ in range(20)
+        ]
+        with mesh(**axes):
+            found = sl.reshard(sl.shard([whole(s) for *_, s in cases], [c[0] for c in cases]), [c[1] for c in cases])
+            for (src, dst, shape), y in zip(cases, found, strict=True):
+                for rank, (got, shard) in enumerate(zip(y.shards, sl.shard(whole(shape), dst).shards, strict=True)):
+                    assert torch.equal(got, shard), f"{src} -> {dst}, {shape}, rank {rank}: {got} for {shard}"
 
 
 def term(x, spec):
@@ -148,6 +164,7 @@ def moves(src, dst, shape, **axes):
     [
         ("x y", "x y", ""),
         ("x/a y", "x y", "gather a0"),
+        ("x/a 1", "1 1", "gather a0"),
         ("x/a/b y", "x y", "gather ab0"),
         ("x/a/b y", "x/a y", "gather b0"),
         ("x/a y/b", "x y", "gather a0 gather b1"),
@@ -269,6 +286,25 @@ def test_gradients_are_cut_like_the_leaf(shape):
         for spec in ("x/a y/b", "x/b/a y", "x y/a/b"):
             found = sl.gather(run(f, sl.shard(torch.ones(shape), spec), c, specs=None))
             assert torch.equal(found, 4 * c + 2 * 3 + 2), spec
+
+
+def test_gradients_go_back_the_same_way():
+    specs = [s for s in every_spec(2) if "a" in s and "b" in s][::2]
+
+    def f(ws, cs):
+        def loss(ws):
+            moved = [sl.reshard(w, dst) for w in ws for dst in specs]
+            terms = sum((w * c).sum() for w, c in zip(moved, cs * len(ws), strict=True))
+            return sl.psum(sl.pending(terms, ("a", "b")), ("a", "b"))
+
+        return sl.grad(loss)(ws)
+
+    c = whole((12, 6))
+    with mesh(**B):
+        found = run(f, sl.shard([torch.ones(12, 6)] * len(specs), specs), sl.shard([c] * len(specs), specs), specs=None)
+        assert [str(g.spec) for g in found] == specs
+        for g in sl.gather(found):
+            assert torch.equal(g, c * len(specs))
 
 
 def test_values_that_are_no_leaves_are_refused():

@@ -201,6 +201,7 @@ def test_results_share_no_storage(n):
     for op, args in calls.items():
         out = combine(op, [(x, *args, f"dp={n}/dp") for x in xs])
         assert len({t.untyped_storage().data_ptr() for t in (*xs, *out)}) == 2 * n, op
+    assert all(a is b for a, b in zip(combine(OPS.wait_tensor.default, [(x,) for x in xs]), xs, strict=True))
 
 
 def uneven_exchange(mesh: Mesh, rank: int) -> Tensor:
@@ -228,10 +229,6 @@ class PSum(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, x, g):
         return PSum.apply(x.movedim(in_dims[0], 0), g), 0
-
-    @staticmethod
-    def jvp(ctx, x, _):
-        raise NotImplementedError
 
 
 class PVary(PSum):

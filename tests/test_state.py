@@ -6,6 +6,7 @@ import re
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,6 +185,9 @@ def test_an_array_is_whole_in_shape_and_refuses_arithmetic():
         for f in (lambda: x + 1, lambda: 1 + x, lambda: x + x, lambda: torch.add(torch.ones(3), x)):
             with pytest.raises(ShardError, match=re.escape(told)):
                 f()
+        for f in (lambda: x.tolist(), lambda: x.numpy(), lambda: np.asarray(x), lambda: x @ x, lambda: list(x)):
+            with pytest.raises(ShardError, match=r"on an array at rest \(`m/a n/b`, shape \(5, 3\)\)"):
+                f()
         for f in (lambda: x @ x, lambda: x[0], lambda: x.sum(), lambda: x.tolist(), lambda: list(x), lambda: bool(x),
                   lambda: x.to("meta"), lambda: x.float().double(), lambda: torch.equal(x, x), lambda: x == x,
                   lambda: x.numpy(), lambda: x.item(), lambda: torch.cat([x, x]), lambda: x.reshape(15)):  # fmt: skip
@@ -192,6 +196,8 @@ def test_an_array_is_whole_in_shape_and_refuses_arithmetic():
         assert float(sl.shard(torch.tensor(2.5), "")) == 2.5 and int(sl.shard(torch.tensor([4]), "n")) == 4
         with pytest.raises(MeshError, match=r"say which, local\(tree, rank=5\)"):
             x.local()
+        with pytest.raises(MeshError, match=r"Mesh\(a=2,b=2, simulated\) does not hold the shard of rank 4"):
+            x.local(4)
         assert x.detach() is x and x.mesh is m
         twin = copy.deepcopy(x)
         twin.shards[0].add_(1)
@@ -208,6 +214,63 @@ def test_a_donated_array_is_gone():
         for f in (lambda: x.shards, lambda: sl.gather(x), lambda: x.local(0), x.donate, lambda: copy.deepcopy(x)):
             with pytest.raises(DonatedError, match=r"`m/a`, shape \(4,\)\) was donated"):
                 f()
+
+
+def test_borders_say_where_what_and_how_to_mend():
+    """What `shard_map` says of arguments and results whose specs do not fit."""
+
+    def run(f, x, in_specs, out_specs):
+        return sl.shard_map(f, in_specs=in_specs, out_specs=out_specs)(x)
+
+    def f(t):
+        return t
+
+    with mesh(dp=2, tp=2):
+        w = {"w": sl.shard(torch.ones(4, 6), "m/dp n")}
+        plain = {"w": torch.ones(4, 6)}
+        head = "f: argument `0.w`:"
+        for x, in_specs, told in (
+            (w, "m n/dp", f"{head} a value of shape (4, 6), split as `m/dp n`, is not `m n/dp`\n  spec:    m n/dp\n"
+             "           ^ sl.reshard(x, 'm n/dp') first: nothing is redistributed by itself"),
+            (plain, "m/dp n", f"{head} a value of shape (4, 6), plain, hence equal on all ranks, is not `m/dp n`\n"
+             "  spec:    m/dp n\n           ^^^^ sl.shard(x, 'm/dp n') first"),
+            (w, "m/dpp n", f"{head} the mesh has no axis `dpp` (did you mean `dp`?); its axes are `dp` and `tp`"),
+            (w, ({"v": "m"},), "f: in_specs does not match the tree: at `0`: a dict of 1 for a dict of 1; missing `w`"),
+        ):  # fmt: skip
+            with pytest.raises((SpecError, MeshError, TreeError)) as e:
+                run(f, x, in_specs, None)
+            assert str(e.value).startswith(told)
+
+        def kept(t):
+            return t["w"]
+
+        def summed(t):
+            return sl.pending(t["w"] * 1, "dp")
+
+        def gathered(t):
+            return sl.gather(t["w"], "dp")
+
+        v, p = "f32[2, 6] varying over dp", "f32[2, 6] pending over dp"
+        for g, out_specs, told, caret in (
+            (kept, "m n", f"{v} (`m/dp n`) differs by rank over `dp`, which `m n` does not name",
+             "^^^ split a dimension (`/dp`), all_gather(..., invariant=True) it, or psum it"),
+            (summed, "m/dp n", f"{p} still waits for a sum over `dp`", "^^^^ psum_scatter it there"),
+            (summed, "m n", f"{p} still waits for a sum over `dp`", "^^^ psum it, or write `+dp` here"),
+            (gathered, "m n", "f32[4, 6] replicated over dp (`m n`) is replicated over `dp`, `m n` says invariant",
+             "^^^ gather it with invariant=True, so that its gradient is counted once"),
+            (kept, "m/dp n +tp", f"{v} (`m/dp n`) is equal over `tp`: no sum is to be made", "       ^^^ leave it out"),
+            (kept, "m/dp", "`m/dp` names 1 dimension(s), the tensor has 2: (2, 6)", "^^^^"),
+        ):  # fmt: skip
+            with pytest.raises(SpecError) as e:
+                run(g, w, None, out_specs)
+            assert str(e.value) == f"{g.__name__}: the result: {told}\n  spec:    {out_specs}\n{' ' * 11}{caret}"
+        with pytest.raises(SpecError) as e:
+            run(lambda t: [t["w"] * 1], w, None, None)
+        assert str(e.value) == f"<lambda>: result `0`: {v}: no spec says how it is split; give out_specs"
+        with mesh(dp=4), pytest.raises(MeshError) as e:
+            run(f, w, None, None)
+        told = "it lies on Mesh(dp=2,tp=2, simulated), the current mesh is Mesh(dp=4, simulated)"
+        assert str(e.value) == f"f: argument `0.w`: {told}"
 
 
 # ---- made from nothing
@@ -351,7 +414,7 @@ def _on_ranks(axes: dict[str, int]) -> Any:
             moved = sl.gather(sl.reshard(arrays, specs | {"w": "m n/b/a", "b": "m/a", "e": "m/a n/b"}))
             model = sl.gather(sl.init(Model, sizes=SIZES, key=sl.random.key(3)))
             rows = sl.from_local(torch.full((2, 3), float(m.rank)), "rows/a/b m")
-            with pytest.raises(MeshError, match="it does not hold the shard of rank 99"):
+            with pytest.raises(MeshError, match="does not hold the shard of rank 99 in this process"):
                 sl.local(arrays, rank=99)
             assert all(
                 same(x, y) and same(x, z) for x, y, z in zip(*map(tree.leaves, (whole, back, moved)), strict=True)

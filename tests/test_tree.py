@@ -169,6 +169,8 @@ def test_torch_and_optree_know_the_classes():
     m = _model(torch.ones(2))
     for flatten in (torch_pytree.tree_flatten, lambda t: optree.tree_flatten(t, namespace=tree.NAMESPACE)):
         assert len(flatten(m)[0]) == 10
+    found = torch_pytree.tree_flatten_with_path(m)[0]
+    assert torch_pytree.keystr(found[4][0]) == ".listed[0].w"
     doubled = torch_pytree.tree_map(lambda x: 2 * x, m)
     assert doubled.n == 7 and doubled.listed[0].w.tolist() == [4, 4]
 

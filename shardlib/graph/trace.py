@@ -4,6 +4,7 @@ A graph is the same on all ranks: groups are names, the rank enters as a value.
 """
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,9 +54,17 @@ class Meta:
         return x if self.leaf is None else here.mark(x, self.leaf, self.padded)
 
 
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Its strides; where it is contiguous, those of its shape (dimensions of size 1 may have any)."""
+    if not x.is_contiguous():
+        return tuple(x.stride())
+    sizes = [max(1, n) for n in x.shape]
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
 def meta(x: Tensor, here: Region | None = None) -> Meta:
     """What `x` is, with its type where a region is given."""
-    plain = Meta(tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+    plain = Meta(tuple(x.shape), strides(x), x.dtype, x.device)
     if here is None:
         return plain
     return Meta(plain.shape, plain.stride, plain.dtype, plain.device, here.type_of(x), here.leaves.get(x), here.padded.get(x) is not None)

@@ -1,0 +1,143 @@
+"""The same loss curve on every mesh, under every ZeRO stage, eager and jitted, in one process and in many.
+
+    python -m benchmarks.equivalence [--quick | --all] [--json]
+
+Trains the GPT of examples/ in float64 for 20 steps and prints, for every way to run it, the largest difference of the
+loss to an eager run on one rank. Exits with 1 where one is above 1e-7. On the CPU, also where there are GPUs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardlib as sl
+from examples import gpt
+
+LIMIT = 1e-7
+WAYS = ("simulated, eager", "simulated, jit", "processes, eager", "processes, jit")
+MOST = {  # (dp, tp): the ZeRO stages that are run, for each way; what is left out shares its code with what is run
+    (1, 1): ("0123", "0123", "0", "3"),
+    (4, 1): ("13", "0123", "2", "23"),
+    (1, 4): ("0", "0123", "", "3"),
+    (2, 2): ("03", "0123", "3", "03"),
+}
+QUICK = {(1, 1): ("", "0", "", ""), (2, 2): ("3", "3", "3", "")}
+VOCAB, ROWS, SEQ = 32, 8, 16
+SIZES = gpt.sizes(vocab=VOCAB, layers=2, model=16, heads=4)
+FORK = multiprocessing.get_context("fork")  # no second import of torch
+
+
+class Run(NamedTuple):
+    """One way to train, on a mesh and with a ZeRO stage."""
+
+    dp: int
+    tp: int
+    stage: int
+    way: str
+
+    def curve(self, steps: int) -> Tensor:
+        """The losses of `steps` updates, float64; in processes, each of the mesh's ranks calls it."""
+        layout = sl.zero(sl.specs(gpt.GPT), axis="dp", stage=self.stage)
+        adamw = sl.optim.adamw(1e-2, weight_decay=0.1, mask=sl.optim.matrices)
+        train = sl.step(gpt.loss, adamw, layout=layout, clip=1.0)
+        train = sl.jit(train, donate_argnums=0) if self.way.endswith("jit") else train
+        data, losses = torch.Generator().manual_seed(0), []
+        with sl.make_mesh(dp=self.dp, tp=self.tp, simulate=self.way.startswith("simulated")):
+            state = train.init(sl.init(gpt.GPT, sizes=SIZES, key=sl.random.key(0), dtype=torch.float64))
+            for _ in range(steps):
+                tokens = torch.randint(VOCAB, (ROWS, SEQ), generator=data)
+                counts = torch.rand(ROWS, SEQ, generator=data) < 0.7  # so that ranks have unequal numbers of tokens
+                targets = torch.where(counts, (5 * tokens + 1) % VOCAB, -1)
+                state, metrics = train(state, sl.shard(gpt.Batch(tokens=tokens, targets=targets)))
+                losses.append(metrics["loss"])
+        return torch.stack(losses)
+
+
+def in_processes(runs: Sequence[Run], steps: int) -> list[Tensor]:
+    """The curves of runs with equally many ranks, each rank a fork of this process, with gloo between them."""
+    if not runs:
+        return []
+    world = runs[0].dp * runs[0].tp
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = FORK.Pipe(duplex=False)
+        ranks = [FORK.Process(target=_rank, args=(r, world, folder, writer, runs, steps)) for r in range(world)]
+        for rank in ranks:
+            rank.start()
+        writer.close()
+        try:
+            return reader.recv()
+        finally:
+            for rank in ranks:
+                rank.join()
+
+
+def _rank(rank: int, world: int, folder: str, writer: Any, runs: Sequence[Run], steps: int) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    curves = [run.curve(steps) for run in runs]
+    if rank == 0:
+        writer.send(curves)
+    dist.destroy_process_group()
+
+
+def curves(runs: Sequence[Run], steps: int) -> dict[Run, Tensor]:
+    """Every run's curve. Simulated runs share the cores; runs in processes take turns."""
+    simulated = [run for run in runs if run.way.startswith("simulated")]
+    with FORK.Pool(os.cpu_count()) as pool:
+        out = dict(zip(simulated, pool.starmap(Run.curve, [(run, steps) for run in simulated], 1), strict=True))
+    for one in (True, False):
+        group = [run for run in runs if run not in out and (run.dp * run.tp == 1) == one]
+        out |= zip(group, in_processes(group, steps), strict=True)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two meshes, 4 steps")
+    parser.add_argument("--all", action="store_true", help="every stage in every way")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+
+    began, steps, chosen = time.perf_counter(), 4 if args.quick else 20, QUICK if args.quick else MOST
+    first = Run(1, 1, 0, "simulated, eager")
+    runs = [
+        Run(*mesh, stage, way)
+        for mesh, columns in chosen.items()
+        for way, stages in zip(WAYS, columns, strict=True)
+        for stage in range(4)
+        if args.all or str(stage) in stages
+    ]
+    reference = first.curve(steps)
+    worst = {run: (losses - reference).abs().max().item() for run, losses in curves(runs, steps).items()}
+
+    print(f"| mesh | ZeRO | {' | '.join(WAYS)} |\n|---|---|{'---|' * len(WAYS)}")
+    for dp, tp in chosen:
+        for stage in range(4):
+            cells = [worst.get(Run(dp, tp, stage, way)) for way in WAYS]
+            if any(cell is not None for cell in cells):
+                said = " | ".join("" if cell is None else f"{cell:.1e}" for cell in cells)
+                print(f"| dp={dp} tp={tp} | {stage} | {said} |")
+    seconds, largest, ok = time.perf_counter() - began, max(worst.values()), all(d <= LIMIT for d in worst.values())
+    fell = f"the loss went from {reference[0]:.3f} to {reference[-1]:.3f}"
+    print(f"\n{len(runs)} runs of {steps} steps in {seconds:.0f} s; {fell}; largest difference {largest:.1e}")
+    if args.json:
+        table = {f"dp={r.dp},tp={r.tp},zero={r.stage},{r.way}": d for r, d in worst.items()}
+        print(json.dumps(dict(ok=ok, largest=largest, limit=LIMIT, steps=steps, seconds=seconds, differences=table)))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""jit: what is traced again and what is not, donation, errors, programs and their graphs, backends."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import tree
+
+F64 = torch.float64
+
+
+def mesh(**axes: Any) -> sl.Mesh:
+    return sl.make_mesh(axes, simulate=True)
+
+
+def doubled(x: Any) -> Any:
+    return sl.shard_map(lambda y: tree.map_(lambda z: z * 2, y), in_specs=None, out_specs=specs_of(x))(x)
+
+
+def specs_of(x: Any) -> Any:
+    return tree.map_(lambda leaf: leaf.spec if isinstance(leaf, sl.Array) else "...", x)
+
+
+def arange(*shape: int, spec: str = "...", dtype: torch.dtype = F64) -> Any:
+    return sl.shard(torch.arange(torch.Size(shape).numel()).view(shape).to(dtype), spec)
+
+
+# ---- signatures
+
+
+def test_what_is_traced_again(capsys):
+    f = sl.jit(doubled)
+    with mesh(dp=2):
+        for x in (arange(4, spec="n/dp"), arange(4, spec="n/dp"), {"a": arange(4, spec="n/dp")}):
+            f(x)
+        assert len(f.traces) == 2
+        for changed in (
+            arange(6, spec="n/dp"),
+            arange(4, spec="n"),
+            arange(4, spec="m/dp"),
+            arange(4, spec="n/dp", dtype=torch.float32),
+        ):
+            before = len(f.traces)
+            f(changed)
+            f(changed)
+            assert len(f.traces) == before + 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "shardlib: doubled was traced again: the arguments have another structure",
+        "shardlib: doubled was traced again: the arguments have another structure",
+        "shardlib: doubled was traced again: argument 0 is float64[4] `n`, it was float64[6] `n/dp`",
+        "shardlib: doubled was traced again: argument 0 is float64[4] `m/dp`, it was float64[4] `n`",
+        "shardlib: doubled was traced again: argument 0 is float32[4] `n/dp`, it was float64[4] `m/dp`",
+    ]
+    with mesh(dp=2):
+        f(arange(4, spec="n/dp"))
+        assert len(f.traces) == 6  # another mesh of the same axes has the same program
+    with mesh(dp=4):
+        f(arange(4, spec="n/dp"))
+        assert len(f.traces) == 7
+    assert capsys.readouterr().err == "shardlib: doubled was traced again: the mesh is dp=4, it was dp=2\n"
+
+
+def test_meshes_that_differ_in_groups_only():
+    def gathered(x: Tensor) -> Tensor:
+        return sl.gather(x, "some").sum() * sl.axis_index(("a", "b"))
+
+    f = sl.jit(sl.shard_map(gathered, in_specs=None, out_specs="+a +b"))
+    gathers = []
+    for groups in ({"some": "a"}, {"some": "a/b"}):
+        with sl.make_mesh(a=2, b=2, groups=groups, simulate=True) as m:
+            x = sl.shard(torch.ones(4, 4), "n/a m/b", m)
+            gathers.append(sorted(c.axis for c in f.lower(x).collectives()))
+    assert gathers == [["a"], ["a", "b"]]
+
+
+def test_settings_are_part_of_the_signature():
+    f = sl.jit(sl.shard_map(lambda x: x + torch.ones(()), in_specs=None, out_specs=None))
+    with mesh(dp=1):
+        x = arange(2, dtype=torch.float32)
+        assert f(x).dtype == torch.float32
+        try:
+            torch.set_default_dtype(F64)
+            f(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert len(f.traces) == 2
+
+
+def test_static_arguments_and_constants():
+    seen = []
+
+    def scaled(x: Any, how: str, by: float) -> Any:
+        seen.append((how, by))
+        return sl.shard_map(lambda y: y * by if how == "times" else y / by, in_specs=None, out_specs="n/dp")(x), how, by, None
+
+    f = sl.jit(scaled, static_argnums=1)
+    with mesh(dp=2):
+        x = arange(4, spec="n/dp")
+        out, *rest = f(x, "times", 2.0)
+        assert rest == ["times", 2.0, None]
+        assert torch.equal(sl.gather(out), 2 * torch.arange(4.0, dtype=F64))
+        assert torch.equal(sl.gather(f(x, "over", 2.0)[0]), torch.arange(4.0, dtype=F64) / 2)
+        f(x, "times", 2.0), f(x, "times", 3.0), f(x, "times", 2), f(x, "over", 0.5)
+        assert seen == [("times", 2.0), ("over", 2.0), ("times", 3.0), ("times", 2), ("over", 0.5)]
+        zero = f(x, "over", 0.0)[0], f(x, "over", -0.0)[0]
+        assert [z.local(1)[1].item() for z in zero] == [torch.inf, -torch.inf]
+
+
+def test_too_many_traces():
+    f = sl.jit(doubled, max_traces=2)
+    with mesh(dp=1):
+        f(arange(1)), f(arange(2))
+        with pytest.raises(sl.ShardError, match="doubled was traced for 2 signatures, which is max_traces"):
+            f(arange(3))
+
+
+def test_arguments_that_are_not_hashable():
+    import numpy
+
+    with mesh(dp=1), pytest.raises(sl.SpecError, match=r"doubled: argument 0, `a`, is a ndarray; jit takes tensors"):
+        sl.jit(doubled)({"a": numpy.ones(2)})
+
+
+def test_an_array_of_another_mesh():
+    with mesh(dp=4):
+        x = arange(4, spec="n/dp")
+    with mesh(dp=2), pytest.raises(sl.ShardError, match="lies on Mesh"):
+        sl.jit(doubled)(x)
+
+
+# ---- results
+
+
+def test_results_are_arrays_plain_tensors_and_constants():
+    def f(x: Any, plain: Tensor, n: int) -> Any:
+        both = sl.shard_map(lambda a, b: (a + b.sum(), b + 1), in_specs=None, out_specs=("n/dp", "..."))(x, plain)
+        return {"array": both[0], "whole": sl.gather(both[1]), "n": n, "none": None, "text": "as it is"}
+
+    with mesh(dp=2):
+        out = sl.jit(f)(arange(4, spec="n/dp"), torch.ones(3, dtype=F64), 7)
+        assert type(out["whole"]) is Tensor and torch.equal(out["whole"], torch.full((3,), 2.0, dtype=F64))
+        assert str(out["array"].spec) == "n/dp" and torch.equal(sl.gather(out["array"]), torch.arange(4.0, dtype=F64) + 3)
+        assert (out["n"], out["none"], out["text"]) == (7, None, "as it is")
+
+
+def test_attributes_of_the_function_stay():
+    step = sl.jit(sl.step(loss, sl.optim.sgd(0.1)))
+    assert step.__name__ == "loss" and callable(step.init)
+    with pytest.raises(AttributeError):
+        step.nothing  # noqa: B018
+
+
+def test_gradients_are_not_recorded():
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    with mesh(dp=1):
+        assert not sl.jit(lambda x: sl.gather(doubled(x)))(w).requires_grad
+
+
+# ---- donation
+
+
+def test_a_donated_tree_is_gone():
+    f = sl.jit(doubled, donate_argnums=0)
+    with mesh(dp=2):
+        x, kept = {"a": arange(4, spec="n/dp")}, arange(4, spec="n/dp")
+        y = f(x)
+        assert torch.equal(sl.gather(y["a"]), 2 * torch.arange(4.0, dtype=F64))
+        said = r"this array \(`n/dp`, shape \(4,\)\) was donated to a jitted function and is gone: use what the function returned"
+        for use in (f, sl.gather, doubled, lambda t: sl.local(t, 0), lambda t: sl.reshard(t, "n")):
+            with pytest.raises(sl.DonatedError, match=said):
+                use(x)
+        assert "donated" in repr(x["a"])
+        assert torch.equal(sl.gather(f({"a": kept})["a"]), sl.gather(y["a"])) and len(f.traces) == 1
+
+
+def test_what_is_not_donated_is_untouched():
+    with mesh(dp=2):
+        step = sl.jit(sl.step(loss, sl.optim.adamw(0.1, weight_decay=0.1), clip=0.1, accumulate=2))
+        state = step.init(sl.shard({"w": torch.ones(4, 3, dtype=F64), "b": torch.ones((), dtype=F64)}, {"w": "m/dp n", "b": ""}))
+        batch = arange(4, 4, spec="batch/dp m")
+        before = [s.clone() for x in tree.leaves((state, batch)) for s in x.shards]
+        one, _ = step(state, batch)
+        two, _ = step(state, batch)
+        assert all(torch.equal(a, b) for a, b in zip(before, [s for x in tree.leaves((state, batch)) for s in x.shards], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(sl.gather(one)), tree.leaves(sl.gather(two)), strict=True))
+        held = {s.untyped_storage()._cdata for x in tree.leaves((state, batch)) for s in x.shards}
+        assert not held & {s.untyped_storage()._cdata for x in tree.leaves((one.params, one.opt.mu)) for s in x.shards}
+
+
+def test_shared_storage_is_not_donated():
+    f = sl.jit(doubled, donate_argnums=0)
+    with mesh(dp=2):
+        x = arange(4, spec="n/dp")
+        with pytest.raises(sl.ShardError, match=r"doubled: argument 0, `b` shares storage with argument 0, `a`, which is donated: clone one of them first"):
+            f({"a": x, "b": x})
+        alias = sl.Array([s.view(-1) for s in x.shards], x.spec, x.shape, x.mesh)
+        with pytest.raises(sl.ShardError, match="argument 0, `b` shares storage with argument 0, `a`, which is donated"):
+            f({"a": x, "b": alias})
+        two = sl.jit(lambda a, b: (doubled(a), doubled(b)), donate_argnums=(0, 1))
+        with pytest.raises(sl.ShardError, match="argument 1 shares storage with argument 0, which is donated"):
+            two(x, alias)
+        kept = sl.jit(lambda a, b: (doubled(a), doubled(b)), donate_argnums=0)
+        with pytest.raises(sl.ShardError, match="argument 1 shares storage with argument 0, which is donated"):
+            kept(x, alias)
+        assert torch.equal(sl.gather(x), torch.arange(4.0, dtype=F64))
+
+
+def test_nothing_is_donated_when_tracing_fails():
+    with mesh(dp=2):
+        x = arange(4, spec="n/dp")
+        with pytest.raises(ZeroDivisionError):
+            sl.jit(lambda y: 1 // 0, donate_argnums=0)(x)
+        assert sl.gather(x).sum() == 6
+
+
+# ---- Python that looks at values
+
+
+def test_decisions_on_values_are_errors():
+    def looks(x: Tensor) -> Tensor:
+        return x * 2 if sl.psum(x.sum(), "dp") > 0 else x
+
+    f = sl.jit(sl.shard_map(looks, in_specs=None, out_specs=None))
+    with mesh(dp=2):
+        with pytest.raises(sl.SpecError, match=re.escape("looks takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`)")):
+            f(arange(4, spec="n/dp"))
+        assert f.traces == []
+
+    def item(p: Any, batch: Tensor) -> sl.Mean:
+        return sl.Mean.of("batch/dp m", (batch @ p["w"]) * float(p["b"]))
+
+    with mesh(dp=2):
+        step = sl.jit(sl.step(item, sl.optim.sgd(0.1)))
+        state = step.init(sl.shard({"w": torch.ones(4, 3), "b": torch.ones(())}, {"w": "m n", "b": ""}))
+        with pytest.raises(sl.SpecError, match="item takes a Python decision"):
+            step(state, arange(4, 4, spec="batch/dp m", dtype=torch.float32))
+
+
+# ---- programs
+
+
+def loss(p: Any, batch: Tensor) -> sl.Mean:
+    w = sl.gather(p["w"], "dp")
+    return sl.Mean.of("batch/dp n", torch.tanh(batch @ w) * p["b"])
+
+
+def started(step: Any, rows: int = 16) -> Any:
+    params = {"w": torch.arange(12.0, dtype=F64).view(4, 3) / 12, "b": torch.ones((), dtype=F64)}
+    return step.init(sl.shard(params, {"w": "m/dp n", "b": ""})), sl.shard(torch.arange(rows * 4, dtype=F64).view(rows, 4) / 50, "batch/dp m")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_micro_batches_are_calls_of_one_graph(stage):
+    sizes, texts = [], []
+    with mesh(dp=2):
+        for count in (1, 2, 8):
+            step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=sl.zero({"w": "m/dp n", "b": ""}, stage=stage), accumulate=count))
+            program = step.lower(*started(step)).program
+            assert list(program) == ["step", "microbatch"][: 1 + (count > 1)]
+            calls = [n.target for n in program["step"].graph.nodes if n.op == "call_module"]
+            assert calls == ["microbatch"] * (count if count > 1 else 0)
+            if count > 1:
+                sizes.append(len(program["microbatch"].graph.nodes))
+                assert all(n.op != "call_module" for n in program["microbatch"].graph.nodes)
+            texts.append(step.traces[0].as_text())
+    assert sizes[0] == sizes[1]
+    assert texts[1].count("# microbatch") == 1 and texts[1].count("self.microbatch(") == 2 and texts[2].count("self.microbatch(") == 8
+
+
+@pytest.mark.parametrize("axes", [dict(dp=1), dict(dp=2), dict(dp=4)])
+def test_lockstep_gives_what_eager_gives(axes):
+    with mesh(**axes):
+        eager = sl.step(loss, sl.optim.adamw(0.1, weight_decay=0.1), clip=0.01, accumulate=2)
+        found = []
+        for step in (eager, sl.jit(eager)):
+            state, batch = started(step)
+            for _ in range(2):
+                state, metrics = step(state, batch)
+            found.append(tree.leaves((sl.gather(state), metrics)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_lower_takes_abstract_arrays():
+    with mesh(dp=2):
+        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), accumulate=2))
+        abstract = sl.abstract(started, step)
+        low = step.lower(*abstract)
+        assert step.lower(*started(step)) is low and low.seconds > 0
+        assert {c.op for c in low.collectives()} == {"psum", "all_gather", "psum_scatter"}
+        assert {c.times for c in low.collectives()} == {1, 2}
+
+
+def test_an_unknown_backend():
+    with pytest.raises(sl.SpecError, match="unknown backend `triton`; there are `graph` and `inductor`"):
+        sl.jit(doubled, backend="triton")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_inductor():
+    with mesh(dp=1):
+        found = []
+        for backend in ("graph", "inductor"):
+            step = sl.jit(sl.step(loss, sl.optim.adamw(0.1), clip=0.01, accumulate=2), backend=backend, donate_argnums=0)
+            state, batch = started(step)
+            for _ in range(2):
+                state, metrics = step(state, batch)
+            found.append(tree.leaves((sl.gather(state), metrics)))
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(*found, strict=True))

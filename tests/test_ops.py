@@ -1,0 +1,344 @@
+"""Ops with patterns: against plain torch on one process, values and gradients; every error shows the pattern and the fix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardlib as sl
+from shardlib.spec import parse
+
+R = torch.Generator().manual_seed(1)
+MESHES = (dict(dp=2, tp=2), dict(tp=4, dp=1))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=R, dtype=torch.float64)
+
+
+def ids(high: int, *shape: int, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, generator=R)
+
+
+def check(f: Callable[..., Any], plain: Callable[..., Tensor], args: list[tuple[Tensor, str]], out: str, mesh: dict[str, int]) -> None:
+    """`f` on the mesh equals `plain` on the whole, and so do the gradients of a dot product with the result."""
+    wanted = plain(*(x for x, _ in args))
+    spec = parse(out)
+    cotangent = torch.arange(float(wanted.numel()), dtype=torch.float64).sin().view(wanted.shape)
+    at = [i for i, (x, _) in enumerate(args) if x.is_floating_point()]
+
+    def body(args: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, list[Tensor]]:
+        def total(*args: Tensor) -> Tensor:
+            dot = (f(*args) * cotangent).sum()
+            return sl.psum(dot, spec.axes) if spec.axes else dot
+
+        return f(*args), list(sl.grad(total, argnums=at)(*args))
+
+    with sl.make_mesh(mesh, simulate=True):
+        given = tuple(sl.shard(x, s) for x, s in args)
+        dual = sl.shard(cotangent, str(spec.without(spec.pending)))
+        specs = out, [args[i][1] for i in at]
+        value, grads = sl.gather(sl.shard_map(body, in_specs=None, out_specs=specs)(given, dual))
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+    def whole(*floats: Tensor) -> Tensor:
+        full = [x for x, _ in args]
+        for i, x in zip(at, floats, strict=True):
+            full[i] = x
+        return (plain(*full) * cotangent).sum()
+
+    truth = torch.func.grad(whole, argnums=tuple(range(len(at))))(*(args[i][0] for i in at))
+    for g, w in zip(grads, truth, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
+
+
+def einsum(pattern: str, plain: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    left, right = pattern.split("->")
+    args = [(draw(*s), spec.strip()) for s, spec in zip(shapes, left.split(","), strict=True)]
+    return lambda *xs: sl.einsum(pattern, *xs), lambda *xs: torch.einsum(plain, *xs), args, right.strip()
+
+
+def loss(x: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
+    """Cross-entropy by torch, negative targets left out."""
+    each = F.cross_entropy(x.flatten(0, -2), y.clamp(min=0).flatten(), reduction="none").view(y.shape) * (y >= 0)
+    return each if w is None else each * w
+
+
+def per_token(pattern: str) -> Callable[..., Tensor]:
+    return lambda x, y: sl.token_loss(pattern, x, y, per_token=True)
+
+
+LOGITS, TARGETS, WEIGHTS = draw(4, 3, 8) * 3, ids(8, 4, 3, low=-3), draw(4, 3).abs()
+X, TABLE, TOKENS = draw(4, 6, 8), draw(8, 5), ids(8, 4, 3)
+SUM = "b/dp s d/tp -> b/dp s +tp"
+
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "einsum, nothing split": einsum("a b, b c -> a c", "ab,bc->ac", (3, 5), (5, 7)),
+    "einsum, rows": einsum("a/dp b, b c -> a/dp c", "ab,bc->ac", (4, 5), (5, 7)),
+    "einsum, columns": einsum("a/dp b, b c/tp -> a/dp c/tp", "ab,bc->ac", (4, 5), (5, 8)),
+    "einsum, contracted": einsum("a/dp b/tp, b/tp c -> a/dp c +tp", "ab,bc->ac", (4, 8), (8, 3)),
+    "einsum, contracted over a chain": einsum("a b/tp/dp, b/tp/dp c -> a c +dp +tp", "ab,bc->ac", (3, 8), (8, 3)),
+    "einsum, two contracted": einsum("a/dp b/tp, a/dp b/tp -> +dp +tp", "ab,ab->", (4, 8), (4, 8)),
+    "einsum, one operand": einsum("a/dp b/tp -> b/tp +dp", "ab->b", (4, 8)),
+    "einsum, three operands": einsum("a/dp b, b c/tp, c/tp d -> a/dp d +tp", "ab,bc,cd->ad", (2, 3), (3, 4), (4, 5)),
+    "einsum, batched": einsum("h/tp a b, h/tp b c -> h/tp a c", "hab,hbc->hac", (4, 2, 3), (4, 3, 5)),
+    "einsum, outer": einsum("a/dp, b/tp -> a/dp b/tp", "a,b->ab", (2, 4), (4,))[:2] + ([(draw(2), "a/dp"), (draw(4), "b/tp")], "a/dp b/tp"),
+    "einsum, ellipsis": einsum("... b/tp, b/tp c -> ... c +tp", "...b,bc->...c", (2, 3, 8), (8, 3)),
+    "einsum, diagonal": einsum("a a b/dp -> a b/dp", "aab->ab", (3, 3, 4)),
+    "rearrange": (
+        lambda x: sl.rearrange("b/dp s (h d)/tp -> b/dp h/tp s d", x, h=4),
+        lambda x: x.view(4, 6, 4, 2).transpose(1, 2),
+        [(X, "b/dp s d/tp")],
+        "b/dp h/tp s d",
+    ),
+    "rearrange back": (
+        lambda x: sl.rearrange("b/dp h/tp s d -> b/dp s (h d)/tp", x),
+        lambda x: x.transpose(1, 2).flatten(2),
+        [(draw(2, 4, 3, 5), "b/dp h/tp s d")],
+        "b/dp s e/tp",
+    ),
+    "rearrange integers": (
+        lambda x: sl.rearrange("b/dp (3 d) -> 3 b/dp d", x, **{"3": 3}),
+        lambda x: x.view(4, 3, 2).transpose(0, 1),
+        [(draw(4, 6), "b/dp d")],
+        "3 b/dp d",
+    ),
+    "rearrange a pending sum": (
+        lambda x: sl.rearrange("b d +tp -> d b +tp", sl.pending(x.sum(0), "tp")),
+        lambda x: x.sum(0).t(),
+        [(draw(4, 3, 5), "q/tp b d")],
+        "d b +tp",
+    ),
+    "reduce, sum": (lambda x: sl.reduce(SUM, x, "sum"), lambda x: x.sum(-1), [(X, "b/dp s d/tp")], "b/dp s +tp"),
+    "reduce, mean": (lambda x: sl.reduce(SUM, x, "mean"), lambda x: x.mean(-1), [(X, "b/dp s d/tp")], "b/dp s +tp"),
+    "reduce, mean of all": (
+        lambda x: sl.reduce("b/dp s d/tp -> +dp +tp", x, "mean"),
+        lambda x: x.mean(),
+        [(X, "b/dp s d/tp")],
+        "+dp +tp",
+    ),
+    "reduce, max": (lambda x: sl.reduce("b/dp s d -> b/dp d", x, "max"), lambda x: x.amax(1), [(X, "b/dp s d")], "b/dp d"),
+    "reduce, groups": (
+        lambda x: sl.reduce("b/dp (s t) d -> b/dp s d", x, "mean", t=3),
+        lambda x: x.view(4, 2, 3, 8).mean(2),
+        [(X, "b/dp s d")],
+        "b/dp s d",
+    ),
+    "embed": (lambda t, i: sl.embed("v m, b/dp s -> b/dp s m", t, i), lambda t, i: t[i], [(TABLE, "v m"), (TOKENS, "b/dp s")], "b/dp s m"),
+    "embed, split": (
+        lambda t, i: sl.embed("v/tp m, b/dp s -> b/dp s m +tp", t, i),
+        lambda t, i: t[i],
+        [(TABLE, "v/tp m"), (TOKENS, "b/dp s")],
+        "b/dp s m +tp",
+    ),
+    "embed, split over a chain": (
+        lambda t, i: sl.embed("v/tp/dp m, b s -> b s m +dp +tp", t, i),
+        lambda t, i: t[i],
+        [(TABLE, "v/tp/dp m"), (TOKENS, "b s")],
+        "b s m +dp +tp",
+    ),
+    "embed, rows split": (
+        lambda t, i: sl.embed("v m/tp, b/dp s -> b/dp s m/tp", t, i),
+        lambda t, i: t[i],
+        [(draw(8, 4), "v m/tp"), (TOKENS, "b/dp s")],
+        "b/dp s m/tp",
+    ),
+    "token_loss": (per_token("b/dp s v, b/dp s"), loss, [(LOGITS, "b/dp s v"), (TARGETS, "b/dp s")], "b/dp s"),
+    "token_loss, vocabulary split": (
+        per_token("b/dp s v/tp, b/dp s"),
+        loss,
+        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s")],
+        "b/dp s",
+    ),
+    "token_loss, vocabulary split over a chain": (
+        per_token("b s v/tp/dp, b s"),
+        loss,
+        [(LOGITS, "b s v/tp/dp"), (TARGETS, "b s")],
+        "b s",
+    ),
+    "token_loss, weighted": (
+        lambda x, y, w: sl.token_loss("b/dp s v/tp, b/dp s", x, y, weight=w, per_token=True),
+        loss,
+        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s"), (WEIGHTS, "b/dp s")],
+        "b/dp s",
+    ),
+    "token_loss, a mean": (
+        lambda x, y, w: sl.token_loss("b/dp s v/tp, b/dp s", x, y, weight=w.detach()).value,
+        lambda x, y, w: loss(x, y, w.detach()).sum() / (w.detach() * (y >= 0)).sum(),
+        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s"), (WEIGHTS, "b/dp s")],
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_against_one_process(name: str, mesh: dict[str, int]) -> None:
+    check(*RIGHT[name], mesh)
+
+
+def run(body: Callable[[Tensor, Tensor], Any], mesh: dict[str, int] | None = None) -> Any:
+    """`body(x, w)`: x is `b/dp s d/tp` of (4, 6, 8), w is `d e` of (8, 5)."""
+    with sl.make_mesh(mesh or dict(dp=2, tp=2), simulate=True):
+        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
+        return sl.gather(sl.shard_map(body, in_specs=None, out_specs="...")(*args))
+
+
+def test_iota() -> None:
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return sl.iota("s/dp", 3), sl.iota("s/tp/dp", 1), sl.iota("s", 4)
+
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
+        out = sl.gather(sl.shard_map(body, in_specs=None, out_specs=("s/dp", "s/tp/dp", "s"))(*args))
+    assert [x.tolist() for x in out] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_softmax_over_a_split_vocabulary() -> None:
+    """C16: the gradient of sum(c * log_softmax(x)), c = arange(8), is c - softmax * sum(c)."""
+    x, c = draw(1, 8), torch.arange(8)
+
+    def body(x: Tensor) -> Tensor:
+        def total(x: Tensor) -> Tensor:
+            each = [i * sl.token_loss("t v/tp, t", x, torch.full((1,), i), per_token=True) for i in range(8)]
+            return -torch.stack(each).sum()
+
+        return sl.grad(total)(x)
+
+    with sl.make_mesh(tp=4, simulate=True):
+        found = sl.gather(sl.shard_map(body, in_specs="t v/tp", out_specs="t v/tp")(sl.shard(x, "t v/tp")))
+    torch.testing.assert_close(found, c - x.softmax(-1) * c.sum(), rtol=1e-12, atol=1e-12)
+
+
+def test_16_bit_logits_are_computed_in_float32() -> None:
+    def body(x: Tensor) -> Tensor:
+        return sl.token_loss("t v/tp, t", x, torch.tensor([1, -1, 7]), per_token=True)
+
+    x = draw(3, 8).bfloat16()
+    with sl.make_mesh(tp=2, simulate=True):
+        found = sl.gather(sl.shard_map(body, in_specs="t v/tp", out_specs="t")(sl.shard(x, "t v/tp")))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, loss(x.float(), torch.tensor([1, -1, 7])))
+
+
+def test_trees() -> None:
+    def body(x: Tensor, w: Tensor) -> Any:
+        got = sl.all_gather("b/dp ... -> b ...", {"a": x, "b": [x * 2, None]}, invariant=True)
+        return sl.psum("q s d +tp -> q s d", {}) or [got["a"], got["b"][0] / 2, got["b"][1]]
+
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
+        a, b, none = sl.gather(sl.shard_map(body, in_specs=None, out_specs="b s d/tp")(*args))
+    assert torch.equal(a, X) and torch.equal(b, X) and none is None
+
+
+SIZES = r"\n  sizes:   b=4 s=6 d=8 e=5; mesh dp=2 tp=2$"
+ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "no arrow": (lambda x, w: sl.einsum("b s d", x), r"a pattern needs `->`\n.*b s d\n +\^ input -> output"),
+    "operands": (lambda x, w: sl.einsum("b d, d e -> b e", x), r"2|operand"),
+    "dimensions": (
+        lambda x, w: sl.einsum("b/dp d/tp -> b/dp +tp", x),
+        r"`b/dp d/tp` names 2 dimension\(s\), the value has 3: \(2, 6, 4\)\n  pattern: b/dp d/tp -> b/dp \+tp\n +\^{9}" + SIZES,
+    ),
+    "not a tensor": (lambda x, w: sl.einsum("b -> b", 3), "a tensor is needed for `b`, found int"),
+    "not split": (
+        lambda x, w: sl.einsum("d/tp e -> e +tp", w),
+        "`d/tp` says split over `tp`, the value is invariant\n  pattern: d/tp e -> e .tp\n           \\^{4} It is equal on all ranks there",
+    ),
+    "split and not said": (
+        lambda x, w: sl.all_gather("b s/tp d -> b s d", x),
+        "`b` is 2 here, it was bound to 4 by an argument",
+    ),
+    "axis left out": (
+        lambda x, w: sl.einsum("b/dp s d, d e/tp -> b/dp s e/tp", x, w),
+        "`b/dp s d` says equal over `tp`, the value is varying over dp, tp\n.*all_gather it over `tp` first, or name the axis",
+    ),
+    "pending and not said": (
+        lambda x, w: sl.einsum("b/dp s d, e/tp d -> b/dp s e/tp", sl.pending(x, "tp"), w),
+        "`b/dp s d` says equal over `tp`, the value is varying over dp, pending over tp\n.*psum or psum_scatter it over `tp` first",
+    ),
+    "split and pending": (
+        lambda x, w: sl.einsum("b/dp s d/tp -> b/dp s +tp", sl.pending(x, "tp")),
+        "`d/tp` says split over `tp`, the value is varying over dp, pending over tp\n.*psum or psum_scatter it",
+    ),
+    "no sum to make": (
+        lambda x, w: sl.psum("d e +tp -> d e", w),
+        "`.tp` says a sum over `tp` is still to be made, the value is invariant\n.*it has been made already",
+    ),
+    "second sum": (lambda x, w: sl.psum("b/dp s d +tp -> b/dp s d", sl.psum(x, "tp")), r"`d` is 4|it has been made already"),
+    "sizes differ": (
+        lambda x, w: sl.einsum("b/dp s d/tp, d/tp e -> b/dp s e +tp", x, sl.all_gather("i/tp e -> i e", x[0, :5].t())),
+        "`d/tp e` says equal over `dp`, the value is varying over dp, replicated over tp\n.*all_gather it over `dp` first",
+    ),
+    "sizes differ across patterns": (
+        lambda x, w: sl.einsum("d/dp s b/tp -> d/dp s b/tp", x),
+        "`d` is 4 here, it was bound to 8 by an argument\n  pattern: d/dp s b/tp -> d/dp s b/tp\n +\\^{4} 2 on this rank, split over dp" + SIZES,
+    ),
+    "sizes differ within a pattern": (lambda x, w: sl.einsum("q q -> q", w), "`q` is 5 here, it was bound to 8 in this pattern"),
+    "contracted": (
+        lambda x, w: sl.einsum("b/dp s d/tp -> b/dp s", x),
+        "einsum contracts `d`, split over `tp`, so its result still waits for a sum over `tp`\n"
+        r"  pattern: b/dp s d/tp -> b/dp s\n +\^ write `\+tp` here, then psum\(\"... \+tp -> ...\"\) or psum_scatter it" + SIZES,
+    ),
+    "nothing contracted": (
+        lambda x, w: sl.einsum("b/dp s d/tp -> b/dp s d/tp +dp", x),
+        "axis `dp` splits `b`; it cannot also be pending",
+    ),
+    "sum from nowhere": (lambda x, w: sl.einsum("d e -> d e +tp", w), "`.tp` on the right, but no dimension split over `tp` is contracted"),
+    "carried": (lambda x, w: sl.einsum("b/dp s q +tp -> b/dp s q", x), "an operand waits for a sum over `tp`; so does the result\n.*write `.tp` here"),
+    "only on the right": (lambda x, w: sl.einsum("d e -> d q", w), "`q` stands on the right of `->` only"),
+    "split changed": (lambda x, w: sl.einsum("b/dp s d/tp -> b s d/tp", x), "`b` is split as `b/dp` elsewhere in the pattern, as `b` here"),
+    "two names contracted over one axis": (
+        lambda x, w: sl.einsum("b/dp s d/tp, i s q/tp -> b/dp i s +tp", x, sl.all_gather("i/dp s d/tp -> i s d/tp", x)),
+        "`d` and `q` are both split over `tp` and summed over: a rank holds one piece .*\n.*all_gather one of them over `tp`",
+    ),
+    "group in einsum": (lambda x, w: sl.einsum("(b s) d -> d", x), r"`\(b s\)` groups dimensions, which only rearrange and reduce do"),
+    "unknown axis": (lambda x, w: sl.einsum("b/fsdp s d/tp -> b/fsdp s d/tp", x), "no axis `fsdp`"),
+    "all_gather of nothing": (lambda x, w: sl.all_gather("b/dp s d/tp -> b/dp s d/tp", x), "all_gather does not do that\n.*no axis leaves a dimension"),
+    "all_gather that joins": (lambda x, w: sl.all_gather("d e -> d/tp e", w), "an axis leaves a dimension, none joins one: see all_to_all"),
+    "all_gather that sums": (lambda x, w: sl.all_gather("b/dp s q +tp -> b s q", x), "pending sums stay as they are: psum makes them"),
+    "all_gather in the middle": (lambda x, w: sl.all_gather("q/dp/tp s i -> q/tp s i", x), "`q/dp/tp` -> `q/tp` changes the chain of axes in the middle"),
+    "dimensions permuted": (lambda x, w: sl.all_gather("b/dp s d/tp -> s b d/tp", x), "the dimensions must stay as they are: `b s d` on the left\n.*sl.rearrange does"),
+    "psum_scatter of nothing": (lambda x, w: sl.psum_scatter("b/dp s q +tp -> b/dp s q", x), "no axis joins a dimension: psum makes the whole sum"),
+    "psum_scatter of another axis": (lambda x, w: sl.psum_scatter("q s d/tp +dp -> q s/tp d/tp", x), "splits two dimensions"),
+    "psum_scatter that leaves": (lambda x, w: sl.psum_scatter("b/dp s q +tp -> b s/tp q", x), "an axis goes from `.axis` to a dimension, none leaves one"),
+    "psum_scatter that does not divide": (
+        lambda x, w: sl.psum_scatter("b/dp s q +tp -> b/dp s q/tp", x[..., :3]),
+        "`q` is 3 here, which does not divide by 2, the size of tp\n.*pad the dimension, or choose another",
+    ),
+    "all_to_all of one": (lambda x, w: sl.all_to_all("b/dp s d/tp -> b/dp s d", x), "the axes that leave one dimension must join another"),
+    "all_to_all that does not divide": (lambda x, w: sl.all_to_all("b/dp q d/tp -> b/dp q/tp d", x[:, :3]), "`q` is 3 here, which does not divide by 2"),
+    "psum of nothing": (lambda x, w: sl.psum("b/dp s d/tp -> b/dp s d/tp", x), "no `.axis` goes"),
+    "psum that gathers": (lambda x, w: sl.psum("b/dp s q +tp -> b s q", x), "dimensions keep their axes; only `.axes` go"),
+    "rearrange, heads": (
+        lambda x, w: sl.rearrange("b/dp s (h c)/tp -> b/dp s h/tp c", x, c=8),
+        r"`\(h c\)` is 4 on this rank, which does not divide by 8: `h` does not divide over `tp`",
+    ),
+    "rearrange, named heads": (lambda x, w: sl.rearrange("b/dp s (h c)/tp -> b/dp s h/tp c", x, h=1), "`h` is 1, which does not divide by 2, the size of `tp`"),
+    "rearrange, unknown size": (lambda x, w: sl.rearrange("b/dp s d/tp -> b/dp d/tp s", x, q=3), "size given for `q`, which the pattern does not name"),
+    "rearrange, split moved": (
+        lambda x, w: sl.rearrange("b/dp s (h c)/tp -> b/dp s h c/tp", x, c=2),
+        "`h` is split as `h/tp` on the left, as `h` on the right\n.*the first name of a `.a b.` group carries its axes",
+    ),
+    "reduce, no sum": (lambda x, w: sl.reduce("b/dp s d/tp -> b/dp s", x, "sum"), "a sum over a dimension split over `tp` still waits for a sum over `tp`\n.*write `.tp` here, then psum it"),
+    "reduce, split maximum": (lambda x, w: sl.reduce("b/dp s d/tp -> b/dp s", x, "max"), "max over `d/tp`, which is split\n.*then sl.pmax over `tp`"),
+    "reduce, sum from nowhere": (lambda x, w: sl.reduce("d e -> d +tp", w, "sum"), "`.tp` on the right, but no dimension split over `tp` is reduced"),
+    "embed": (lambda x, w: sl.embed("d e, b/dp s -> b/dp e s", w, x[..., 0].long()), "says equal|embed gives the dimensions of the tokens, then those of a row\n.*write `b/dp s e`"),
+    "embed, sum left out": (
+        lambda x, w: sl.embed("v/dp d, t -> t d", x[:, 0], torch.zeros(3, dtype=torch.int64)),
+        "bound|embed gives the dimensions .*write `t d .dp`",
+    ),
+    "token_loss, targets": (lambda x, w: sl.token_loss("b/dp s d/tp, s", x, torch.zeros(6, dtype=torch.int64)), "the targets have the dimensions of the logits but for the last"),
+    "token_loss, one spec": (lambda x, w: sl.token_loss("b/dp s d/tp", x, x), "2 specs expected, separated by commas, found 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    body, message = ERRORS[name]
+    with pytest.raises((sl.SpecError, sl.MeshError), match=f"(?s){message}") as e:
+        run(body)
+    assert "^" in str(e.value) or name == "unknown axis"
