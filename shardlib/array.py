@@ -56,7 +56,7 @@ class Array(Tensor):
         rank = self.mesh.rank if rank is None else rank
         if rank not in (range(self.mesh.total) if self.mesh.simulate else (self.mesh.rank,)):
             raise MeshError(f"{self.mesh!r} does not hold the shard of rank {rank} in this process")
-        shard = self.shards[rank if self.mesh.simulate else 0]
+        shard = self.shards[rank if len(self.shards) > 1 else 0]  # an abstract array has one on a simulated mesh, too
         true = layout.local_shape(self.spec, self.shape, self.mesh.shape, self.mesh.coordinates(rank))
         for dim, n in enumerate(true):
             shard = shard.narrow(dim, 0, n)

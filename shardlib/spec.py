@@ -37,7 +37,7 @@ class Dim:
 ELLIPSIS = "..."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spec:
     """A parsed spec.
 
@@ -62,6 +62,10 @@ class Spec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(d.name for d in self.dims)
+
+    def __repr__(self) -> str:
+        more = f", auto={self.auto}" * bool(self.auto) + f", stacked={self.stacked}" * bool(self.stacked)
+        return f"Spec({str(self)!r}{more})"
 
     @property
     def ndim(self) -> int:

@@ -296,6 +296,8 @@ def _spec_of(leaf: Any) -> Any:
         return specs(leaf)
     found = leaf if isinstance(leaf, (str, Spec)) else getattr(leaf, "spec", None)
     if not isinstance(found, (str, Spec)):
+        if isinstance(leaf, type):
+            raise TreeError(f"{leaf.__name__} is not a @pytree class (a subclass of one needs the decorator, too)")
         raise TreeError(f"{type(leaf).__name__} carries no spec; shard it first, or give the spec string")
     return as_spec(found)
 

@@ -76,6 +76,8 @@ def test_parts_of_a_spec():
     assert spec.chains == (("tp", "dp"), (), ())
     assert (spec.split, spec.pending, spec.axes) == (("tp", "dp"), ("pp", "cp"), ("tp", "dp", "pp", "cp"))
     assert spec.memory == "host" and spec.ndim == 3 and spec.has_ellipsis
+    assert repr(spec) == "Spec('vocab/tp/dp 3 ... +pp +cp @host')"
+    assert repr(parse("a").prepend(parse("l"))) == "Spec('l a', stacked=1)"
     assert parse("") == Spec(()) and as_spec(spec) is spec
     assert parse_pattern("(h d)/tp s -> h/tp d s").inputs[0].dims[0] == Dim("(h d)", ("tp",), ("h", "d"))
 

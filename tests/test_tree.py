@@ -90,6 +90,19 @@ def test_specs_of_trees():
         sl.specs({"a": 3})
 
 
+def test_subclasses():
+    @sl.pytree
+    class Wide(Norm):
+        bias: Tensor = sl.spec("wide")  # type: ignore[misc]
+
+    class Plain(Wide):
+        pass
+
+    assert tree.paths(Wide(1, 2, 3)) == ["scale", "bias"] and str(sl.specs(Wide).scale) == "model"  # type: ignore[arg-type]
+    with pytest.raises(TreeError, match=r"Plain is not a @pytree class \(a subclass of one needs the decorator, too\)"):
+        sl.specs(Plain)
+
+
 def test_stack_of_spec_trees():
     stacked = sl.stack({"a": "x/tp", "b": Norm}, "v layers/pp")
     assert str(stacked["a"]) == "v layers/pp x/tp" and str(stacked["b"].scale) == "v layers/pp model"
