@@ -8,18 +8,18 @@ loss to an eager run on one rank. Exits with 1 where one is above 1e-7. On the C
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import shardlib as sl
 from examples import gpt
@@ -46,8 +46,8 @@ class Run(NamedTuple):
     stage: int
     way: str
 
-    def curve(self, steps: int) -> Tensor:
-        """The losses of `steps` updates, float64; in processes, each of the mesh's ranks calls it."""
+    def curve(self, steps: int) -> list[float]:
+        """The losses of `steps` updates; in processes, each of the mesh's ranks calls it."""
         layout = sl.zero(sl.specs(gpt.GPT), axis="dp", stage=self.stage)
         adamw = sl.optim.adamw(1e-2, weight_decay=0.1, mask=sl.optim.matrices)
         train = sl.step(gpt.loss, adamw, layout=layout, clip=1.0)
@@ -61,10 +61,10 @@ class Run(NamedTuple):
                 targets = torch.where(counts, (5 * tokens + 1) % VOCAB, -1)
                 state, metrics = train(state, sl.shard(gpt.Batch(tokens=tokens, targets=targets)))
                 losses.append(metrics["loss"])
-        return torch.stack(losses)
+        return torch.stack(losses).tolist()
 
 
-def in_processes(runs: Sequence[Run], steps: int) -> list[Tensor]:
+def in_processes(runs: Sequence[Run], steps: int) -> list[list[float]]:
     """The curves of runs with equally many ranks, each rank a fork of this process, with gloo between them."""
     if not runs:
         return []
@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, folder: str, writer: Any, runs: Sequence[Run], 
     dist.destroy_process_group()
 
 
-def curves(runs: Sequence[Run], steps: int) -> dict[Run, Tensor]:
+def curves(runs: Sequence[Run], steps: int) -> dict[Run, list[float]]:
     """Every run's curve. Simulated runs share the cores; runs in processes take turns."""
     simulated = [run for run in runs if run.way.startswith("simulated")]
     with FORK.Pool(os.cpu_count()) as pool:
@@ -99,6 +99,11 @@ def curves(runs: Sequence[Run], steps: int) -> dict[Run, Tensor]:
         group = [run for run in runs if run not in out and (run.dp * run.tp == 1) == one]
         out |= zip(group, in_processes(group, steps), strict=True)
     return out
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest, infinity where one is no number."""
+    return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
 def main() -> int:
@@ -120,8 +125,8 @@ def main() -> int:
         for stage in range(4)
         if args.all or str(stage) in stages
     ]
-    reference = first.curve(steps)
-    worst = {run: (losses - reference).abs().max().item() for run, losses in curves(runs, steps).items()}
+    reference, found = first.curve(steps), curves(runs, steps)
+    worst = {run: largest(abs(a - b) for a, b in zip(losses, reference, strict=True)) for run, losses in found.items()}
 
     print(f"| mesh | ZeRO | {' | '.join(WAYS)} |\n|---|---|{'---|' * len(WAYS)}")
     for dp, tp in chosen:
@@ -130,12 +135,13 @@ def main() -> int:
             if any(cell is not None for cell in cells):
                 said = " | ".join("" if cell is None else f"{cell:.1e}" for cell in cells)
                 print(f"| dp={dp} tp={tp} | {stage} | {said} |")
-    seconds, largest, ok = time.perf_counter() - began, max(worst.values()), all(d <= LIMIT for d in worst.values())
+    seconds, most = time.perf_counter() - began, largest(worst.values())
     fell = f"the loss went from {reference[0]:.3f} to {reference[-1]:.3f}"
-    print(f"\n{len(runs)} runs of {steps} steps in {seconds:.0f} s; {fell}; largest difference {largest:.1e}")
+    print(f"\n{len(runs)} runs of {steps} steps in {seconds:.0f} s; {fell}; largest difference {most:.1e}")
+    ok = most <= LIMIT
     if args.json:
         table = {f"dp={r.dp},tp={r.tp},zero={r.stage},{r.way}": d for r, d in worst.items()}
-        print(json.dumps(dict(ok=ok, largest=largest, limit=LIMIT, steps=steps, seconds=seconds, differences=table)))
+        print(json.dumps(dict(ok=ok, largest=most, limit=LIMIT, steps=steps, seconds=seconds, differences=table)))
     return 0 if ok else 1
 
 

@@ -90,7 +90,7 @@ class Journal:
             self.seconds += now - self.since
         self.since = now
         self._note(read)
-        said = f"loss {last['loss']:.3f}  {self.tokens_per_s:,.0f} tokens/s"
+        said = f"loss {last['loss']:.3f}" + (f"  {self.tokens_per_s:,.0f} tokens/s" if self.seconds else "")
         self.bar.update(self.task, completed=last["step"], description=said)
         if self.bar.disable and now - self.told > LULL:
             self.told = now

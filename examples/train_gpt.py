@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ SIZES = dict(
 )
 
 
-def main() -> None:
-    begun, args = time.perf_counter(), arguments()
+def main(argv: Sequence[str] | None = None) -> None:
+    begun, args = time.perf_counter(), arguments(argv)
     mesh = sl.make_mesh(args.mesh, simulate=args.simulate)
     data = text.load(args.vocab, cache=args.out)
     shape = dict(batch=args.batch, seq=args.seq)
@@ -104,7 +104,7 @@ def sample(predict: Callable[..., Any], params: gpt.GPT, data: text.Text, args: 
     return data.tokenizer.decode(tokens)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = cli.add_argument
     add("--mesh", default="auto", help="such as dp=-1,tp=4; by default tp=2 if the number of ranks is even")
@@ -127,7 +127,7 @@ def arguments() -> argparse.Namespace:
     add("--log-every", type=int, default=10, metavar="STEPS")
     add("--sample", type=int, default=64, metavar="TOKENS")
     add("--seed", type=int, default=0)
-    args = cli.parse_args()
+    args = cli.parse_args(argv)
     for name, value in SIZES[args.size].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

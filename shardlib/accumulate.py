@@ -17,7 +17,7 @@ from shardlib.graph.trace import called
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.shard_map import borders
-from shardlib.sharding import move, settle
+from shardlib.sharding import leaf_of, move, settle
 from shardlib.spec import Spec
 from shardlib.types import Leaf, padding_allowed, region, short
 from shardlib.zero import Layout, layout_of
@@ -49,18 +49,19 @@ class Plan:
         each = [self.loss.weights(params, piece, key, extra) for piece in pieces]
         return [whole(added(ws)) for ws in zip(*each, strict=True)]
 
-    def same_leaves(self, new: Any, old: Any) -> Any:
-        """`new`, every value the leaf that the one in its place in `old` is; an optimizer keeps shapes and dtypes."""
-        here = region()
 
-        def same(path: str, x: Tensor, y: Tensor) -> Tensor:
-            if (x.shape, x.dtype) != (y.shape, y.dtype):
-                raise SpecError(f"step: the optimizer made `{path}` of its state {short(x)}; it was {short(y)}")
-            leaf = here.leaves.get(y)
-            return x if leaf is None else settle(x, leaf)
+def same_leaves(what: str, new: Any, old: Any) -> Any:
+    """`new`, every value the leaf that the one in its place in `old` is. State keeps its structure, shapes and dtypes."""
+    here = region()
 
-        treedef = tree.flatten(old)[1]
-        return tree.unflatten(treedef, map(same, tree.paths(old), tree.match(old, new, "the optimizer's state"), tree.leaves(old)))
+    def same(path: str, x: Tensor, y: Tensor) -> Tensor:
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise SpecError(f"step: {what} made `{path}` of its state {short(x)}; it was {short(y)}")
+        leaf = here.leaves.get(y)
+        return x if leaf is None else settle(x, leaf)
+
+    flat = tree.match(old, new, f"the state that {what} returns")
+    return tree.unflatten(tree.flatten(old)[1], map(same, tree.paths(old), flat, tree.leaves(old)))
 
 
 def added(xs: Sequence[Tensor]) -> Tensor:
@@ -80,17 +81,23 @@ def planned(
     def plan_for(state: Any, batch: Any) -> Plan:
         mesh = current_mesh()
         trees = (state.params, batch, state.key, state.extra)
-        leaves = [borders(None, t, mesh, "step") for t in trees]
         flat = [tree.leaves(t) for t in trees]
-        dtypes = [[getattr(x, "dtype", None) for x in xs] for xs in flat]
+        for what, t in zip(("params", "batch", "key", "extra"), trees, strict=True):
+            other = [(p, x) for p, x in zip(tree.paths(t), tree.leaves(t), strict=True) if not isinstance(x, Tensor)]
+            if other:
+                raise SpecError(
+                    f"step: `{what}.{other[0][0]}` is {type(other[0][1]).__name__}; state and batch are tensors"
+                )
+        leaves = [[leaf for leaf in borders(None, t, mesh, "step") if leaf] for t in trees]
+        dtypes = [[x.dtype for x in xs] for xs in flat]
         structures = tuple(tree.flatten(t)[1] for t in trees)
         key = (mesh.name, tuple(mesh.groups.items()), tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
-            enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0])]]
-            enter += [[cut_leaf(leaf, dim, count) if leaf else leaf for leaf in ls] for ls in leaves[1:2]] + leaves[2:]
-            metas = [[leaf_meta(leaf, d, mesh) for leaf, d in zip(ls, ds)] for ls, ds in zip(enter, dtypes)]
+            enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
+            enter += [[cut_leaf(leaf, dim, count) for leaf in leaves[1]], *leaves[2:]]
+            metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
             loss = analyse(grad_fn, mesh, trees, metas)
             sums = tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute)
             plans[key] = Plan(lay, sums, dim, count, loss)
@@ -105,8 +112,10 @@ def _summed(grads: Spec, compute: Spec, axes: Sequence[str]) -> Spec:
 
 
 def entering(params: Any, axes: Sequence[str]) -> Any:
-    """Parameters as `step` gives them to a loss: replicated over the axes that the loss is a sum over, so that their
-    gradients are pending there and are reduced once, however often a leaf is used and however many micro-batches there are."""
+    """Parameters as `step` gives them to a loss: replicated over the axes that the loss is a sum over.
+
+    So their gradients are pending there and are reduced once, however often a leaf is used, in all micro-batches.
+    """
     here = region()
 
     def one(x: Tensor) -> Tensor:
@@ -139,7 +148,7 @@ def accumulated(
     grads, all_totals, all_aux = tree.map_(_blank, params, plan.sums), [], []
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
-        extra = extra if aux[1] is None else aux[1]
+        extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)
         all_totals.append(totals)
         all_aux.append(aux)
     return [added(ts) for ts in zip(*all_totals, strict=True)], _merged(all_aux), grads
@@ -152,9 +161,9 @@ def _accumulate(acc: Tensor, g: Tensor) -> Tensor:
 
 
 def wide(g: Tensor) -> Tensor:
-    """A gradient in at least float32."""
+    """A gradient in at least float32, the same leaf."""
     dtype = torch.promote_types(g.dtype, torch.float32)
-    return g if g.dtype == dtype else g.to(dtype)
+    return g if g.dtype == dtype else settle(g.to(dtype), leaf_of(g, "a gradient"))
 
 
 def _blank(param: Tensor, spec: Any) -> Tensor:

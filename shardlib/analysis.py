@@ -18,7 +18,7 @@ from shardlib.types import Leaf, paused, region
 
 @dataclass(frozen=True)
 class Analysis:
-    """Of a loss on one micro-batch: `axes` its total is pending over, the graph of its weights, its terms' coefficients."""
+    """A loss on one micro-batch: the axes its total is pending over, its terms' coefficients, the graph of its weights."""
 
     axes: tuple[str, ...]
     coefficients: tuple[float, ...]
@@ -41,15 +41,19 @@ def leaf_meta(leaf: Leaf, dtype: Any, mesh: Mesh, letters: dict[str, str] | None
     for size in reversed(shape):
         strides.append(n)
         n *= max(1, size)
-    kind = "".join((letters or {}).get(a) or ("V" if a in leaf.spec.split else "P" if a in leaf.spec.pending else "I") for a in mesh.shape)
+    kind = "".join(
+        (letters or {}).get(a) or ("V" if a in leaf.spec.split else "P" if a in leaf.spec.pending else "I")
+        for a in mesh.shape
+    )
     padded = not cuts.is_even(leaf.spec, leaf.shape, mesh.shape)
     return Meta(shape, tuple(reversed(strides)), dtype, mesh.device, kind, leaf, padded)
 
 
 def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[Sequence[Meta]]) -> Analysis:
-    """Trace the loss once, parameters entering as invariant. `trees`: params, batch, key, extra; `metas`: of their leaves.
+    """Trace the loss once, parameters entering as invariant.
 
-    Raises every error of specs and types in the loss, and refuses weights that depend on parameters.
+    `trees`: params, batch, key, extra; `metas`: of their leaves. Raises every error of specs and types in the loss, and
+    refuses weights that depend on parameters.
     """
     structures = [tree.flatten(t)[1] for t in trees]
     counts = [len(m) for m in metas]
@@ -57,7 +61,7 @@ def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[S
 
     def run(*xs: Tensor) -> Any:
         at, parts = 0, []
-        for n, structure in zip(counts, structures):
+        for n, structure in zip(counts, structures, strict=True):
             parts.append(tree.unflatten(structure, xs[at : at + n]))
             at += n
         params, batch, key, extra = parts
@@ -66,12 +70,15 @@ def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[S
         return [t.total for t in mean.terms], [t.weight for t in mean.terms], aux_tree(aux)
 
     name = getattr(grad_fn.f, "__name__", "loss")
-    module, results, _ = typed(run, mesh, [m for ms in metas for m in ms], name)
+    module, results, _ = typed(run, mesh, [m for ms in metas for m in ms], name, lines=False)
     n = len(kept[0])
-    axes = [a for a, letters in zip(mesh.shape, zip(*(m.kind or "" for m in results[:n]))) if "P" in letters]
+    kinds = [m.kind or "I" * len(mesh.shape) for m in results[:n]]
+    axes = [a for a, letters in zip(mesh.shape, zip(*kinds, strict=True), strict=True) if "P" in letters]
     weights = sliced(module, range(n, 2 * n))
     reads = used_placeholders(weights)[: counts[0]]
     if any(reads):
-        culprits = [p for p, read in zip(tree.paths(trees[0]), reads) if read]
-        raise SpecError(f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); a Mean's weight counts data: detach nothing, count tokens")
+        culprits = [p for p, read in zip(tree.paths(trees[0]), reads, strict=True) if read]
+        raise SpecError(
+            f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); it may count data alone"
+        )
     return Analysis(tuple(axes), kept[0], weights, results[n : 2 * n])

@@ -1,7 +1,7 @@
 """Derivatives of per-device functions: `grad`, `value_and_grad`, `remat`, `scan`.
 
-At exit every gradient's type is checked to be the dual of its primal's: invariant for invariant, pending for replicated,
-varying for varying, replicated for pending. A reduction that was missed is an error here, never a wrong number.
+At exit every gradient's type is checked to be the dual of its primal's: invariant for invariant, pending for
+replicated, varying for varying, replicated for pending. A reduction that was missed is an error, never a wrong number.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # what is differentiated
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # what depends on it
 
 from shardlib import collectives as c
 from shardlib import tree
@@ -41,7 +41,9 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
         value = Mean(value, 1.0)
     if not isinstance(value, Mean):
         said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise SpecError(f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}")
+        raise SpecError(
+            f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}"
+        )
     here = region()
     for term in value.terms:
         for what, x in (("total", term.total), ("weight", term.weight)):
@@ -49,7 +51,8 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
             if bad:
                 raise SpecError(
                     f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
-                    f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, sl.pmean for a mean"
+                    f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, "
+                    "sl.pmean for a mean"
                 )
     return value, aux
 
@@ -105,7 +108,7 @@ class GradFn:
             return tuple(t.total for t in mean.terms), tuple(beside)
 
         with here.names(tree.leaves(args)):  # remat runs the loss again in `pull`
-            out, pull, beside = torch.func.vjp(totals, *flat, has_aux=True)
+            out, pull, beside = torch.func.vjp(totals, *flat, has_aux=True)  # type: ignore[misc]
             weights, aux = tree.unflatten(kept[1], beside)
             terms = tuple(replace(t, total=x, weight=w) for t, x, w in zip(kept[0].terms, out, weights, strict=True))
             mean, aux = Mean._of_terms(terms), aux_of(aux)
@@ -130,8 +133,8 @@ def _check_weights(mean: Mean) -> None:
         w = term.weight
         if is_functorch_wrapped_tensor(w) and maybe_get_level(w) == maybe_current_level() and w.requires_grad:
             raise SpecError(
-                "the weight of the loss depends on what is differentiated, and a mean is differentiated by its total alone: "
-                "detach the weight, or divide yourself and return a scalar"
+                "the weight of the loss depends on what is differentiated, and a mean is differentiated by its total "
+                "alone: detach the weight, or divide yourself and return a scalar"
             )
 
 
@@ -155,9 +158,10 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
     out = []
     for axis, k, f in zip(here.mesh.shape, kind, found, strict=True):
         if (k == "I" and f != "I") or (k == "P" and f in "VP"):
+            dual = "invariant" if k == "I" else "replicated"
             raise SpecError(
-                f"the gradient of `{path}` over `{axis}` should be {'invariant' if k == 'I' else 'replicated'}, its parts "
-                f"differ by rank: a reduction was lost (a custom backward, or an op that types do not see through).\n"
+                f"the gradient of `{path}` over `{axis}` should be {dual}, its parts differ by rank: "
+                "a reduction was lost (a custom backward, or an op that types do not see through).\n"
                 f"  pvary the value over `{axis}` where it is used differently by rank"
             )
         out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
@@ -174,7 +178,7 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
 def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> GradFn:
     """Value and gradient of a loss (a per-device function), with respect to the arguments `argnums`.
 
-    `f` returns a `Mean` (total/weight is differentiated), an invariant or a pending scalar, or one of them with an `Aux`.
+    `f` returns a `Mean` (total/weight is differentiated), an invariant or a pending scalar, or one with an `Aux`.
     The gradient of an invariant value is invariant (summed over the ranks that used it), of a replicated one pending.
     """
     return f if isinstance(f, GradFn) else GradFn(f, argnums)
@@ -277,7 +281,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
-    """`f(carry, x) -> (carry, y)` over the leading dimension of every leaf of `xs`; the last carry and the stacked `y`s.
+    """`f(carry, x) -> (carry, y)` over the leading dim of every leaf of `xs`: the last carry, and the `y`s stacked.
 
     A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`.
     """
@@ -286,7 +290,9 @@ def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: i
         raise SpecError("scan needs xs, or length=")
     lengths = {x.shape[0] for x in flat}
     if len(lengths | ({length} if length is not None else set())) > 1:
-        raise SpecError(f"scan: the leading dimensions differ: {sorted(lengths)}" + (f", length={length}" if length else ""))
+        raise SpecError(
+            f"scan: the leading dimensions differ: {sorted(lengths)}" + (f", length={length}" if length else "")
+        )
     n = length if length is not None else lengths.pop()
     slices = [_unstacked(x) for x in flat]
     carry, ys = init, []

@@ -23,7 +23,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, maybe_get_level  # what is differentiated
+from torch._C._functorch import (
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    maybe_get_level,
+)  # what is differentiated
 from torch._subclasses.fake_tensor import FakeTensor  # the first run, in one thread
 from torch.autograd import forward_ad
 
@@ -65,7 +69,9 @@ def _function(name: str, letter: str, value: Callable[..., Tensor], transpose: C
             return _apply(Linear, t, *ctx.static)
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: tuple[str, ...], *dims: Any) -> tuple[Tensor, int]:
+        def vmap(
+            info: Any, in_dims: tuple[int | None, ...], x: Tensor, axes: tuple[str, ...], *dims: Any
+        ) -> tuple[Tensor, int]:
             x = x.movedim(in_dims[0] or 0, 0)
             return _apply(Linear, x, axes, *(d + 1 if isinstance(d, int) else d for d in dims)), 0
 
@@ -91,14 +97,21 @@ def _apply(function: type[_Linear], x: Tensor, axes: tuple[str, ...], *static: A
     else:
         with _plain(), paused():
             out = function.value(x, axes, *static)
+    if function is not _PVary:
+        here.receive(out)
     return here.retype(out, kind, axes, function.letter)
 
 
 def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
-    if forward_ad._current_level >= 0 and here.mesh.simulate and here.mesh.total > 1 and not isinstance(base(x), FakeTensor):
+    if (
+        forward_ad._current_level >= 0
+        and here.mesh.simulate
+        and here.mesh.total > 1
+        and not isinstance(base(x), FakeTensor)
+    ):
         raise SpecError(
-            f"{name} in forward mode (jvp, jacfwd, hessian) while ranks take turns: torch keeps one forward-mode level for all "
-            "threads.\n  Run it under sl.jit, or use jacrev (hessian is jacrev of jacrev)"
+            f"{name} in forward mode (jvp, jacfwd, hessian) while ranks take turns: torch keeps one forward-mode level "
+            "for all threads.\n  Run it under sl.jit, or use jacrev (hessian is jacrev of jacrev)"
         )
 
 
@@ -107,7 +120,7 @@ def refuse_captured(name: str, tensors: Sequence[Tensor]) -> None:
     level = maybe_current_level() or 0
     if any(is_functorch_wrapped_tensor(x) and maybe_get_level(x) > level for x in tensors):
         raise SpecError(
-            f"{name}: remat (or custom_vjp) captured a value that is being differentiated; its gradient would be lost.\n"
+            f"{name}: remat captured a value that is being differentiated (or mapped); its gradient would be lost.\n"
             "  Pass it as an argument: remat(f)(w, x)"
         )
 
@@ -191,7 +204,9 @@ _PVary = _function("pvary", "R", _identity, lambda g, axes: _psum(g, axes))
 _PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(g, axes))
 _AllGather = _function("all_gather", "R", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
 _PSumScatter = _function("psum_scatter", "V", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
-_AllGatherInvariant = _function("all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim))
+_AllGatherInvariant = _function(
+    "all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim)
+)
 _OwnSlice = _function("own_slice", "V", _cut, lambda g, axes, dim: _all_gather(g, axes, dim, True))
 _AllToAll = _function("all_to_all", "V", _exchange, lambda g, axes, split, concat: _all_to_all(g, axes, concat, split))
 _PPermute = _function("ppermute", "V", _move, lambda g, axes, source: _ppermute(g, axes, _inverse(source)))
@@ -249,7 +264,13 @@ def _each(op: str, x: Any, axes: Axes, fn: Callable[[Tensor, tuple[str, ...]], T
 
 def sum_over(x: Tensor, axes: tuple[str, ...], op: str = "psum") -> Tensor:
     """`psum` of one tensor over plain axes, types checked."""
-    refuse(op, x, axes, "IR", "A value that is equal on all ranks has no sum to make; scale it by axis_size if n times it is meant")
+    refuse(
+        op,
+        x,
+        axes,
+        "IR",
+        "A value that is equal on all ranks has no sum to make; scale it by axis_size if n times it is meant",
+    )
     return _psum(x, axes)
 
 
@@ -313,7 +334,9 @@ def ppermute(x: Any, axes: Axes, perm: Sequence[tuple[int, int]] | None = None, 
         if not (0 <= s < n and 0 <= d < n):
             raise SpecError(f"ppermute over {listing(plain)}: ({s}, {d}) is outside 0..{n - 1}")
         if source[d] >= 0 or s in source:
-            raise SpecError(f"ppermute over {listing(plain)}: {d if source[d] >= 0 else s} stands twice on one side of {pairs}")
+            raise SpecError(
+                f"ppermute over {listing(plain)}: {d if source[d] >= 0 else s} stands twice on one side of {pairs}"
+            )
         source[d] = s
     ordered = mesh.ordered(plain)
     if ordered != plain:  # the group counts its ranks in mesh order
@@ -337,13 +360,18 @@ def axis_size(axes: Axes) -> int:
 
 
 def axis_index(axes: Axes) -> Tensor:
-    """The rank's index along `axes` (row-major in the order given): a varying 0-d int64 tensor, so that graphs are shared."""
+    """The rank's index along `axes`, row-major in the order given: a varying 0-d int64 tensor, so that ranks share
+    graphs."""
     here = region()
     mesh, out = here.mesh, None
     plain = mesh.expand(axes)
     with _plain():
         for a in plain:
-            one = wire.axis_index(mesh.group((a,)), mesh.device) if mesh.shape[a] > 1 else torch.zeros((), dtype=torch.int64, device=mesh.device)
+            one = (
+                wire.axis_index(mesh.group((a,)), mesh.device)
+                if mesh.shape[a] > 1
+                else torch.zeros((), dtype=torch.int64, device=mesh.device)
+            )
             out = one if out is None else out * mesh.shape[a] + one
     if out is None:
         raise SpecError("axis_index needs an axis")

@@ -28,20 +28,22 @@ _PLAIN, _FACTORY, _FROM_VALUE, _LIFTED, _MUTATES, _RANDOM = range(6)
 # What is linear, by the name of the aten op. `_MOVES`: in its first operand, the others being equal on all ranks;
 # `_ADDS`: in all of its values together (`_INDICES`: which operands are none); `_SCALES`: in one of its two factors.
 _MOVES = frozenset(
-    "view _unsafe_view _reshape_alias _reshape_copy view_copy transpose t permute expand unsqueeze squeeze alias detach "
-    "clone lift_fresh _conj _neg_view neg real view_as_real view_as_complex as_strided slice select split unbind "
-    "split_with_sizes unsafe_split diagonal unfold flip roll repeat tril triu sum mean cumsum trace index index_select gather "
-    "take embedding _to_copy constant_pad_nd reflection_pad1d replication_pad1d masked_fill pixel_shuffle diag_embed "
-    "zero wait_tensor slice_backward select_backward".split()
+    "view _unsafe_view _reshape_alias _reshape_copy view_copy transpose t permute expand unsqueeze squeeze alias "
+    "detach clone lift_fresh _conj _neg_view neg real view_as_real view_as_complex as_strided slice select split "
+    "unbind split_with_sizes unsafe_split diagonal unfold flip roll repeat tril triu sum mean cumsum trace index "
+    "index_select gather take embedding _to_copy constant_pad_nd reflection_pad1d replication_pad1d masked_fill "
+    "pixel_shuffle diag_embed zero wait_tensor slice_backward select_backward".split()
 )
-_ADDS = frozenset("add sub rsub cat stack where index_add index_put slice_scatter select_scatter scatter_add copy".split())
+_ADDS = frozenset(
+    "add sub rsub cat stack where index_add index_put slice_scatter select_scatter scatter_add copy".split()
+)
 _INDICES = {"where": slice(0, 1), "index_add": slice(1, 2), "scatter_add": slice(1, 2), "index_put": slice(1, -1)}
 _SCALES = frozenset("mul div mm bmm mv dot".split())
 _ADDS_PRODUCT = frozenset("addmm baddbmm addmv".split())
 
 
 def _linear(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], letters: list[str]) -> bool:
-    """Whether an op is linear in those of its tensors (`letters`, over one axis) that are pending, all else being equal."""
+    """Whether an op is linear in those of its tensors (`letters`: their types over one axis) that are pending there."""
     if name in _MOVES:
         number = args[2] if len(args) > 2 else 0
         dtype = kwargs.get("dtype")
@@ -54,7 +56,11 @@ def _linear(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], letters: l
     if name in _ADDS:
         at = _INDICES.get(name, slice(0, 0))
         indices, values = letters[at], letters[: at.start] + letters[at.stop :]
-        numbers = [a for a in args[:2] if isinstance(a, (int, float, complex)) and a != 0] if name in ("add", "sub", "rsub") else []
+        numbers = (
+            [a for a in args[:2] if isinstance(a, (int, float, complex)) and a != 0]
+            if name in ("add", "sub", "rsub")
+            else []
+        )
         return set(values) == {"P"} and not set(indices) & set("VP") and not numbers
     if name in _SCALES:
         divides = name == "div" and (letters[0] != "P" or kwargs.get("rounding_mode") is not None)
@@ -63,11 +69,13 @@ def _linear(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], letters: l
 
 
 class _Rule(NamedTuple):
-    """How `Flow` treats an op. `keeps`: its result is still the same leaf (a copy, a cast, zeros like it)."""
+    """How `Flow` treats an op. `keeps`: its result is still the same leaf (a copy, a cast, zeros like it). `writes`:
+    the arguments that it writes into, by position and name."""
 
     name: str
     kind: int
     keeps: bool
+    writes: tuple[tuple[int, str], ...]
 
 
 _rules: dict[Any, _Rule] = {}  # by op, once for all regions
@@ -76,12 +84,14 @@ _rules: dict[Any, _Rule] = {}  # by op, once for all regions
 def _rule(func: Any) -> _Rule:
     if not isinstance(func, torch._ops.OpOverload):
         raise SpecError(
-            f"{func} runs functions of its own, which types do not see through: use torch.where for torch.cond, a Python "
-            "loop or sl.scan for loops, and give a kernel to torch.library.custom_op"
+            f"{func} runs functions of its own, which types do not see through: use torch.where for torch.cond, a "
+            "Python loop or sl.scan for loops, and give a kernel to torch.library.custom_op"
         )
     name, tags = func._schema.name.split("::")[1], func.tags
     ours = func.namespace in ("shardlib", "profiler", "_c10d_functional")
-    kind = _MUTATES if func._schema.is_mutable else _PLAIN
+    declared = enumerate(func._schema.arguments)
+    writes = tuple((i, a.name) for i, a in declared if a.alias_info is not None and a.alias_info.is_write)
+    kind = _MUTATES if writes else _PLAIN
     if torch.Tag.nondeterministic_seeded in tags and not ours:
         kind = _RANDOM
     elif name in _LIKE:
@@ -90,7 +100,7 @@ def _rule(func: Any) -> _Rule:
         kind = _FROM_VALUE
     elif name in ("lift_fresh", "lift_fresh_copy"):
         kind = _LIFTED
-    return _rules.setdefault(func, _Rule(name, kind, name in _KEEPS_LEAF))
+    return _rules.setdefault(func, _Rule(name, kind, name in _KEEPS_LEAF, writes))
 
 
 _ORDER = "IRVP"
@@ -154,7 +164,7 @@ class Flow(TorchDispatchMode):
         for o in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
             if isinstance(o, Tensor):
                 if not (rule.kind == _MUTATES and any(o is a for a in operands)):
-                    here.types.set(o, joined)
+                    here.types.put(o, joined)
                 if padded and o.shape in padded:
                     here.padded.set(o, True)
         if rule.keeps and here.leaves.entries and isinstance(out, Tensor) and out.shape == operands[0].shape:
@@ -163,14 +173,18 @@ class Flow(TorchDispatchMode):
                 here.leaves.set(out, leaf[1])
         return out
 
-    def _special(self, func: Any, rule: _Rule, joined: str, args: Any, kwargs: dict[str, Any], operands: list[Tensor]) -> str:
+    def _special(
+        self, func: Any, rule: _Rule, joined: str, args: Any, kwargs: dict[str, Any], operands: list[Tensor]
+    ) -> str:
         """The type of what an op gives that is no plain function of its operands, or has a pending one."""
         here, name = self.region, rule.name
         if rule.kind == _FACTORY:
             return here.invariant
         if rule.kind == _RANDOM and not (name.startswith("_scaled_dot") and not _drops(func, args, kwargs)):
-            raise SpecError(f"{name} draws from torch's generator, which differs by rank and layout; use sl.random with a key")
-        if rule.kind == _FROM_VALUE and not here.peeking and (name != "index" or _masked(args)):
+            raise SpecError(
+                f"{name} draws from torch's generator, which differs by rank and layout; use sl.random with a key"
+            )
+        if rule.kind == _FROM_VALUE and (name != "index" or _masked(args)):
             self._read(name, joined)
         if "P" in joined:
             core, kinds = name.rstrip("_"), [here.types.get(a) or here.invariant for a in operands]
@@ -178,32 +192,29 @@ class Flow(TorchDispatchMode):
                 "V" if letter == "P" and not _linear(core, args, kwargs, list(letters)) else letter
                 for letter, letters in zip(joined, zip(*kinds, strict=True), strict=True)
             )
-        if rule.kind == _MUTATES:
-            for i, declared in enumerate(func._schema.arguments):
-                if declared.alias_info is not None and declared.alias_info.is_write:
-                    target = args[i] if i < len(args) else kwargs.get(declared.name)
-                    for x in target if isinstance(target, (list, tuple)) else (target,):
-                        if isinstance(x, Tensor):
-                            self._written(name, x, joined)
+        for i, written in rule.writes:
+            target = args[i] if i < len(args) else kwargs.get(written)
+            for x in target if isinstance(target, (list, tuple)) else (target,):
+                if isinstance(x, Tensor):
+                    self._written(name, x, joined)
         return joined
 
     def _read(self, name: str, kind: str) -> None:
         if kind.strip("IR"):
             raise SpecError(
-                f"{name} (.item(), bool(), a data-dependent shape) of a value that is {words(self.region, kind)}: ranks would "
-                "go different ways. Reduce it first (psum, pmax), or keep it a tensor (torch.where)"
+                f"{name} (.item(), bool(), a data-dependent shape) of a value that is {words(self.region, kind)}: "
+                "ranks would go different ways. Reduce it first (psum, pmax), or keep it a tensor (torch.where)"
             )
 
     def _written(self, name: str, target: Tensor, joined: str) -> None:
         """An in-place write changes the type of its target and of everything that shares memory with it."""
         here = self.region
-        storage = target.untyped_storage()._cdata
-        if storage in here.entered:
-            raise SpecError(f"{name} writes in place into an argument of the per-device function: clone it first")
+        here.refuse_written(name, target)
         held = here.types.get(target)
         if held is None or held == joined:
             here.types.set(target, joined)
             return
+        storage = target.untyped_storage()._cdata
         for reference, _ in list(here.types.entries.values()):
             x = reference()
             if x is not None and x.untyped_storage()._cdata == storage:
@@ -231,6 +242,6 @@ def _masked(args: Any) -> bool:
 @contextmanager
 def flowing(mesh: Mesh, typed: bool = True) -> Iterator[Region]:
     """Run a per-device function with `Flow` on. A backward runs in this thread, where the region is."""
-    with entered(Region(mesh, typed)) as made, torch.autograd.set_multithreading_enabled(False):
-        with Flow(made) if typed else nullcontext():
-            yield made
+    threads = torch.autograd.set_multithreading_enabled(False)
+    with entered(Region(mesh, typed)) as made, threads, Flow(made) if typed else nullcontext():
+        yield made

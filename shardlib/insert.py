@@ -1,14 +1,15 @@
-"""`Insert`: sees whole torch functions above autograd, puts `pvary` in, and refuses what a pending value does not allow.
+"""`Insert`: sees whole torch functions above autograd, puts `pvary` in, and refuses what pending values do not allow.
 
-Where operands of one function differ in type, an invariant operand becomes replicated (`pvary`), so that its gradient is
-summed over the ranks that used it. A pending value (a sum still to be made) may be added to one pending over the same
-axes, scaled by what is equal over those axes, and moved around: `Flow` knows what keeps it pending (flow.py); a function
-after which it no longer is one is an error here that names the collective missing.
+Where operands of one function differ in type, an invariant operand becomes replicated (`pvary`), so that its gradient
+is summed over the ranks that used it. A pending value (a sum still to be made) may be added to one pending over the
+same axes, scaled by what is equal over those axes, and moved around: `Flow` knows what keeps it pending (flow.py); a
+function after which it no longer is one is an error here that names the collective missing.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # to leave
 from torch.utils._python_dispatch import _disable_current_modes  # to look at values below all modes
 
 from shardlib.collectives import _pvary, refuse_captured
-from shardlib.errors import SpecError, listing
+from shardlib.errors import SpecError
 from shardlib.flow import flowing
 from shardlib.mesh import Mesh
 from shardlib.types import NO_TENSOR, Region, inside, outside, paused, region, short, unknown, words
@@ -40,9 +41,10 @@ class _Kind(Enum):
 
 
 _KINDS = {
-    _Kind.ASKS: "size dim numel stride is_floating_point is_complex is_contiguous element_size len storage_offset data_ptr "
-    "requires_grad_ untyped_storage ndimension nelement is_same_size result_type hash can_cast get_device is_nested "
-    "is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned is_shared names is_set_to",
+    _Kind.ASKS: "size dim numel stride is_floating_point is_complex is_contiguous element_size len "
+    "storage_offset data_ptr requires_grad_ untyped_storage ndimension nelement is_same_size result_type hash can_cast "
+    "get_device is_nested is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned is_shared "
+    "names is_set_to",
     _Kind.APART: "broadcast_tensors meshgrid expand_as view_as reshape_as type_as",
     _Kind.MAKES: "tensor as_tensor asarray frombuffer",
     _Kind.COPIES: "deepcopy",
@@ -53,7 +55,9 @@ _KINDS = {
 }  # fmt: skip
 _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _VALUES = frozenset("T mT H mH data real imag grad".split())  # properties that are tensors; others are asked
-_IN_PLACE = frozenset("setitem iadd isub imul itruediv imatmul ipow iand ior ixor ifloordiv imod ilshift irshift".split())
+_IN_PLACE = frozenset(
+    "setitem iadd isub imul itruediv imatmul ipow iand ior ixor ifloordiv imod ilshift irshift".split()
+)
 
 
 class _Rule(NamedTuple):
@@ -127,6 +131,9 @@ class Insert(TorchFunctionMode):
             if kind is None:
                 raise unknown(rule.name, t)
             kinds.append(kind)
+        if rule.inplace or "out" in kwargs:
+            for target in _targets(rule, args, kwargs):
+                here.refuse_written(rule.name, target)
         first = kinds[0]
         if any(k != first for k in kinds) and rule.kind is _Kind.OP:
             args, kwargs = _aligned(here, rule, args, kwargs, kinds)
@@ -140,10 +147,16 @@ def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tenso
     """Functions that are no ops on values."""
     if rule.kind is _Kind.AUTOGRAD:
         if tensors and not any(is_functorch_wrapped_tensor(t) for t in tensors):
-            raise SpecError(f"plain autograd ({rule.name}) inside a per-device function is not typed: use sl.grad or torch.func.grad")
+            raise SpecError(
+                f"plain autograd ({rule.name}) inside a per-device function is not typed: "
+                "use sl.grad or torch.func.grad"
+            )
         return func(*args, **kwargs)
     if rule.kind is _Kind.LEAVES:
-        raise SpecError(f"{rule.name}: numpy cannot follow a per-device function; stay in torch, or use .item() on an invariant value")
+        raise SpecError(
+            f"{rule.name}: numpy cannot follow a per-device function; stay in torch, "
+            "or use .item() on an invariant value"
+        )
     if rule.kind is _Kind.COUNTS:
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         if classes < 0:
@@ -162,17 +175,20 @@ def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tenso
     return out
 
 
+@lru_cache(maxsize=4096)
+def _equal_where_others_are_not(kind: str, kinds: frozenset[str], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which a value of type `kind` is invariant and one of `kinds` is not."""
+    return tuple(a for a, k, *others in zip(axes, kind, *kinds, strict=True) if k == "I" and set(others) != {"I"})
+
+
 def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]) -> Any:
     """The arguments with `pvary` on float operands that are invariant over an axis where another operand is not."""
-    need = "".join("I" if set(letters) == {"I"} else "x" for letters in zip(*kinds, strict=True))
+    axes, met = here.mesh.axis_names, frozenset(kinds)
 
     def fix(a: Any) -> Any:
         if isinstance(a, Tensor):
-            if not (a.is_floating_point() or a.is_complex()):
-                return a
-            letters = zip(here.mesh.shape, here.type_of(a), need, strict=True)
-            missing = tuple(axis for axis, k, n in letters if k == "I" and n == "x")
-            return _pvary(a, missing) if missing else a
+            missing = _equal_where_others_are_not(here.type_of(a), met, axes)
+            return _pvary(a, missing) if missing and (a.is_floating_point() or a.is_complex()) else a
         if type(a) in (list, tuple):
             return type(a)(fix(b) for b in a)
         return {k: fix(v) for k, v in a.items()} if type(a) is dict else a
@@ -181,9 +197,10 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
         for axis, held, *others in zip(here.mesh.shape, here.type_of(target), *kinds, strict=True):
             wider = max(others, key="IRVP".index)
             if held == "I" != wider:  # its gradient would miss a sum; that of a replicated target is pending anyhow
+                is_ = words(here, here.make(**{wider: (axis,)}))
                 raise SpecError(
-                    f"{rule.name} writes in place a value that is {words(here, here.make(**{wider: (axis,)}))} into one that "
-                    f"is equal there.\n  Make a new value instead, or start from sl.pvary(buffer, {axis!r})"
+                    f"{rule.name} writes in place a value that is {is_} into one that is equal there.\n"
+                    f"  Make a new value instead, or start from sl.pvary(buffer, {axis!r})"
                 )
     args = (*args[: rule.inplace], *(fix(a) for a in args[rule.inplace :]))
     return args, {k: v if k == "out" else fix(v) for k, v in kwargs.items()}
@@ -191,8 +208,8 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
 
 _ADDS = frozenset("add sub rsub radd subtract iadd isub".split())
 _SCALES = frozenset(
-    "mul multiply rmul imul rdiv div true_divide truediv rtruediv itruediv divide matmul rmatmul mm bmm mv dot einsum linear "
-    "outer tensordot inner".split()
+    "mul multiply rmul imul rdiv div true_divide truediv rtruediv itruediv divide matmul rmatmul mm bmm mv dot einsum "
+    "linear outer tensordot inner".split()
 )
 _JOINS = frozenset("cat concat concatenate stack hstack vstack dstack".split())
 

@@ -139,7 +139,9 @@ class Jitted:
                 storages = {s.untyped_storage()._cdata for s in _shards(x)}
                 other = next((held[s] for s in storages if s in held), None)
                 if other is not None:
-                    raise ShardError(f"{self.__name__}: {where} shares storage with {other}, which is donated: clone one of them first")
+                    raise ShardError(
+                        f"{self.__name__}: {where} shares storage with {other}, which is donated: clone one of them"
+                    )
                 if i in self.donate and isinstance(x, Array):
                     gone.add(id(x))
                     held.update(dict.fromkeys(storages, where))
@@ -156,12 +158,15 @@ class Jitted:
         if found is None:
             if len(self._programs) >= self.max_traces:
                 raise ShardError(
-                    f"{self.__name__} was traced for {len(self._programs)} signatures, which is max_traces: shapes, specs or "
-                    "static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
+                    f"{self.__name__} was traced for {len(self._programs)} signatures, which is max_traces: shapes, "
+                    "specs or static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
                 )
             found = self._trace(flat, treedef, static, mesh)
             if self._programs:
-                print(f"shardlib: {self.__name__} was traced again: {key.changed(next(reversed(self._programs)))}", file=sys.stderr)
+                print(
+                    f"shardlib: {self.__name__} was traced again: {key.changed(next(reversed(self._programs)))}",
+                    file=sys.stderr,
+                )
             self._programs[key] = found
         return found
 
@@ -169,7 +174,9 @@ class Jitted:
         where = [*_argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
         for path, x in zip(where, [*flat, *static], strict=True):
             if not isinstance(x, Tensor) and type(x).__hash__ is None:
-                raise SpecError(f"{self.__name__}: {path} is a {type(x).__name__}; jit takes tensors, arrays at rest and hashable constants")
+                raise SpecError(
+                    f"{self.__name__}: {path} is a {type(x).__name__}; jit takes tensors, arrays and hashable constants"
+                )
 
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], mesh: Mesh) -> Lowered:
         began = time.perf_counter()
@@ -198,7 +205,9 @@ class Jitted:
             return values
 
         module = trace(run, [meta(_shards(x)[0]) for x in tensors], self.__name__)
-        where = [p for p, x in zip(tree.paths(tree.unflatten(treedef, flat)), flat, strict=True) if isinstance(x, Tensor)]
+        where = [
+            p for p, x in zip(tree.paths(tree.unflatten(treedef, flat)), flat, strict=True) if isinstance(x, Tensor)
+        ]
         for node, path in zip((n for n in module.graph.nodes if n.op == "placeholder"), where, strict=True):
             node.meta["path"] = path
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
@@ -261,7 +270,9 @@ def _said(signature: Any) -> str:
     if len(signature) == 3:
         return repr(signature[1])
     spec, shape, stride, dtype, _ = signature
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" `{spec}`" if spec is not None else f" of strides {list(stride)}")
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (
+        f" `{spec}`" if spec is not None else f" of strides {list(stride)}"
+    )
 
 
 def jit(
@@ -275,10 +286,12 @@ def jit(
     """Trace `f(*arrays)` into a program of graphs, once for each signature, and run that.
 
     Everything is traced: forward, backward, collectives, optimizer; a loop over micro-batches is one graph called
-    several times. All ranks have the same program. On a simulated mesh the ranks run it in lockstep, and what types call
-    equal is compared. `donate_argnums`: arguments whose memory the call takes over; they cannot be used again.
-    `static_argnums`: hashable arguments that are part of the signature; a line on stderr says what led to another trace. `backend`: `"graph"` (generated FX code) or
-    `"inductor"`. Attributes of `f` (`init`) stay. Raises `SpecError` for Python that looks at a tensor's value.
+    several times. All ranks have the same program. On a simulated mesh the ranks run it in lockstep, and what types
+    call equal is compared. Attributes of `f` (`init`) stay; a line on stderr says what led to another trace.
+
+    `donate_argnums`: arguments whose memory the call takes over; they cannot be used again. `static_argnums`: hashable
+    arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or `"inductor"`. Raises
+    `SpecError` for Python that looks at a tensor's value.
     """
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")

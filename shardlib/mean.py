@@ -42,7 +42,7 @@ class Mean:
         for what, x in (("total", total), ("weight", weight)):
             if not isinstance(x, Tensor) or x.dim():
                 raise SpecError(f"Mean takes a 0-d {what}, found {tuple(x.shape) if isinstance(x, Tensor) else x!r}")
-        self.terms = (_term(total, weight, 1.0),)
+        self.terms = (_term(total, weight, 1.0),)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, spec: str, x: Tensor, weight: Tensor | None = None) -> "Mean":

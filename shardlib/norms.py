@@ -14,7 +14,7 @@ from shardlib.types import padding_allowed, region
 
 
 def global_norm(values: Any, ord: float = 2) -> Tensor:
-    """The `ord`-norm (1, 2, p or inf) of all elements of a tree of leaves, inside a per-device function: invariant, 0-d.
+    """The `ord`-norm (1, 2, p or inf) of all elements of a tree of leaves in a per-device function: invariant, 0-d.
 
     Leaves are summed in tree order on each rank, then over ranks, one sum per distinct set of axes. 16-bit leaves count
     in float32. Empty trees have norm 0. A leaf that is still pending is an error.
@@ -22,10 +22,12 @@ def global_norm(values: Any, ord: float = 2) -> Tensor:
     here = region()
     by_axes: dict[tuple[str, ...], Tensor] = {}
     with padding_allowed():
-        for path, x in zip(tree.paths(values), tree.leaves(values)):
+        for path, x in zip(tree.paths(values), tree.leaves(values), strict=True):
             spec = leaf_of(x, f"global_norm: `{path}`").spec
             if spec.pending:
-                raise SpecError(f"global_norm: `{path}` (`{spec}`) still waits for a sum over `{spec.pending[0]}`: reshard it first")
+                raise SpecError(
+                    f"global_norm: `{path}` (`{spec}`) still waits for a sum over `{spec.pending[0]}`: reshard it first"
+                )
             one = _local(x.to(torch.promote_types(x.dtype, torch.float32)), ord)
             axes = here.mesh.ordered(spec.split)
             held = by_axes.get(axes)

@@ -1,6 +1,6 @@
 """Patterns against tensors: names bind sizes, axes are checked against types. Used by every op that takes a pattern."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
@@ -22,10 +22,16 @@ def resolve(spec: Spec, here: Region) -> Spec:
     return here.mesh.resolve(spec)
 
 
+def axes_named(specs: Iterable[Spec], here: Region) -> set[str]:
+    """Every axis that some specs name, groups resolved."""
+    return {b for s in specs for a in s.axes for b in here.mesh.expand(a)}
+
+
 def failure(text: str, span: tuple[int, int], message: str, note: str = "") -> SpecError:
     """An error that shows the pattern, the sizes bound so far and the mesh."""
     here = region()
-    return SpecError(f"{message}\n{caret(text, *span, note)}\n  sizes:   {sizes(here.sizes)}; mesh {here.mesh.name.replace(',', ' ')}")
+    bound = f"{sizes(here.sizes)}; mesh {here.mesh.name.replace(',', ' ')}"
+    return SpecError(f"{message}\n{caret(text, *span, note)}\n  sizes:   {bound}")
 
 
 def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dict[str, int]) -> None:
@@ -39,8 +45,9 @@ def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dic
             known = here.sizes.get(dim.name, size)
         if known is not None and known not in (size, -1):
             where = "in this pattern" if dim.name in local else f"by {here.bound_by.get(dim.name, 'an argument')}"
-            raise failure(text, dim.span, f"`{dim.name}` is {size} here, it was bound to {known} {where}",
-                          f"{n} on this rank" + (f", split over {'/'.join(dim.axes)}" if dim.axes else ""))  # fmt: skip
+            what = f"`{dim.name}` is {size} here, it was bound to {known} {where}"
+            over = f", split over {'/'.join(dim.axes)}" if dim.axes else ""
+            raise failure(text, dim.span, what, f"{n} on this rank{over}")
         local[dim.name] = size
         if not dim.name.isdigit() and here.sizes.get(dim.name) != -1:
             here.sizes[dim.name] = size
@@ -69,22 +76,21 @@ def check_operand(
         if dim.parts and not groups:
             raise failure(text, dim.span, f"`{dim.name}` groups dimensions, which only rearrange and reduce do")
     if len(spec.dims) != x.dim() and not (spec.has_ellipsis and x.dim() >= len(spec.dims) - 1):
-        raise failure(text, _span(spec), f"`{spec}` names {len(spec.dims)} dimension(s), the value has {x.dim()}: {tuple(x.shape)}")
-    spec = spec.expand(x.dim())
-    kind = here.type_of(x)
+        what = f"`{spec}` names {len(spec.dims)} dimension(s), the value has {x.dim()}: {tuple(x.shape)}"
+        raise failure(text, _span(spec), what)
+    spec, kind = spec.expand(x.dim()), here.type_of(x)
+    is_ = f"the value is {words(here, kind)}"
     for axis, letter in zip(here.mesh.shape, kind, strict=True) if here.typed else ():
-        if axis in spec.split:
+        if axis in spec.split and letter != "V":
             dim = next(d for d in spec.dims if axis in d.axes)
-            if letter != "V":
-                mend = _MEND["sum" if letter == "P" else "split"].format(a=axis)
-                raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, the value is {words(here, kind)}", mend)
-        elif axis in spec.pending:
-            if letter in "IR":
-                raise failure(text, _span(spec), f"`+{axis}` says a sum over `{axis}` is still to be made, the value is {words(here, kind)}",
-                              "it has been made already, or the value is equal on all ranks")  # fmt: skip
-        elif axes is not None and axis in axes and letter in "VP":
+            mend = _MEND["sum" if letter == "P" else "split"].format(a=axis)
+            raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, {is_}", mend)
+        if axis in spec.pending and letter in "IR":
+            what = f"`+{axis}` says a sum over `{axis}` is still to be made, {is_}"
+            raise failure(text, _span(spec), what, "it has been made already, or the value is equal on all ranks")
+        if axes is not None and axis in axes and axis not in spec.axes and letter in "VP":
             mend = _MEND["sum" if letter == "P" else "equal"].format(a=axis)
-            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, the value is {words(here, kind)}", mend)
+            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_}", mend)
     bind(here, spec, tuple(x.shape), text, {} if local is None else local)
     return spec
 
@@ -95,16 +101,20 @@ def state_sum(spec: Spec, x: Tensor) -> Tensor:
     return c._pending(x, tuple(a for a in spec.pending if here.over(x, a) == "V"))
 
 
-def moved(src: Spec, dst: Spec, text: str) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, tuple[str, ...]]]]:
+Moved = list[tuple[int, tuple[str, ...]]]
+
+
+def moved(src: Spec, dst: Spec, text: str) -> tuple[Moved, Moved]:
     """Which axes leave and which join each dimension: (dim, axes) pairs. Chains may change only at their end."""
     if src.names != dst.names:
-        raise failure(text, _span(dst), f"the dimensions must stay as they are: `{' '.join(src.names)}` on the left",
-                      "collectives do not permute; sl.rearrange does")  # fmt: skip
+        what = f"the dimensions must stay as they are: `{' '.join(src.names)}` on the left"
+        raise failure(text, _span(dst), what, "collectives do not permute; sl.rearrange does")
     left, joined = [], []
-    for i, (a, b) in enumerate(zip(src.dims, dst.dims)):
+    for i, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         k = len(_common(a, b))
         if a.axes[k:] and b.axes[k:]:
-            raise failure(text, b.span, f"`{a}` -> `{b}` changes the chain of axes in the middle", "only the end of a chain can change; sl.reshard does the rest")
+            what = f"`{a}` -> `{b}` changes the chain of axes in the middle"
+            raise failure(text, b.span, what, "only the end of a chain can change; sl.reshard does the rest")
         left += [(i, a.axes[k:])] * bool(a.axes[k:])
         joined += [(i, b.axes[k:])] * bool(b.axes[k:])
     return left, joined

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -143,11 +144,17 @@ def _whole(x: Array) -> Tensor:
 def _move(specs: list[Spec], flat: list[Array], mesh: Mesh) -> list[Array]:
     if all(x.spec == s for x, s in zip(flat, specs, strict=True)):
         return flat
+    return _mover(tuple(specs), mesh)(flat)
+
+
+@lru_cache(maxsize=64)
+def _mover(specs: tuple[Spec, ...], mesh: Mesh) -> Callable[[list[Array]], list[Array]]:
+    """Cached, so that a move that is made again is not checked on shapes again."""
 
     def moved(xs: list[Tensor]) -> list[Tensor]:
         return [move(x, s) for x, s in zip(xs, specs, strict=True)]
 
-    return shard_map(moved, in_specs=None, out_specs=None, mesh=mesh)(flat)
+    return shard_map(moved, in_specs=None, out_specs=None, mesh=mesh)
 
 
 def reshard(tree_: Any, specs: Any) -> Any:
@@ -181,10 +188,17 @@ def _shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[d.name] if d.name in sizes else int(d.name) for d in spec.dims)
 
 
-def _default_init(spec: Spec, shape: tuple[int, ...]) -> Any:
-    """Ones for vectors and scalars, else a normal of variance 1 / the first dimension, a layer's input."""
-    inner = shape[spec.stacked :]
-    return "ones" if len(inner) < 2 else 1.0 / math.sqrt(max(1, inner[0]))
+def _default_init(field: tree.Field, shape: tuple[int, ...]) -> Any:
+    """Ones for vectors and scalars, else a normal of variance 1/fan-in (LeCun et al. 1998).
+
+    The fan-in is that of the dimensions named as inputs; unsaid, the first of two, the largest of more.
+    """
+    inner, names = shape[field.spec.stacked :], field.spec.names[field.spec.stacked :]
+    if len(inner) < 2:
+        return "ones"
+    named = [n for n, name in zip(inner, names, strict=True) if name in field.inputs]
+    fan_in = math.prod(named) if field.inputs else inner[0] if len(inner) == 2 else max(inner)
+    return 1.0 / math.sqrt(max(1, fan_in))
 
 
 def _draw(key: Tensor, how: Any, shape: tuple[int, ...], dtype: torch.dtype, index: Tensor) -> Tensor:
@@ -198,7 +212,7 @@ def _draw(key: Tensor, how: Any, shape: tuple[int, ...], dtype: torch.dtype, ind
 def _make_shard(field: tree.Field, shape: tuple[int, ...], path: str, key: Tensor, at: tuple[slice, ...]) -> Tensor:
     """One rank's true shard of a leaf. A stacked leaf is drawn layer by layer, each with the key of its own path."""
     dtype, how = field.dtype or torch.float32, field.init
-    how = _default_init(field.spec, shape) if how is None else how
+    how = _default_init(field, shape) if how is None else how
     k, inner = field.spec.stacked, shape[field.spec.stacked :]
     index = random.global_index(inner, [s.start for s in at[k:]], [s.stop - s.start for s in at[k:]])
     layers = [range(s.start, s.stop) for s in at[:k]]

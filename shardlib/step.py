@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib import random, tree
-from shardlib.accumulate import Plan, accumulated, cut, entering, planned
+from shardlib.accumulate import Plan, accumulated, cut, entering, planned, same_leaves
 from shardlib.autodiff import value_and_grad
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
@@ -23,7 +23,7 @@ from shardlib.zero import Layout, layout_of
 
 @pytree
 class State:
-    """What a train step carries. `step`: updates so far; `key`: the root of the random keys; `extra`: the loss's own."""
+    """What a train step carries. `step`: updates so far; `key`: the root of the random keys; `extra`: the loss's."""
 
     step: Tensor
     params: Any
@@ -67,9 +67,15 @@ def step(
             updates, opt = optimizer.update(grads, state.opt, old)
             new = reshard(apply_updates(old, updates), plan.layout.params)
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
-        metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt), **aux.metrics}
-        opt = plan.same_leaves(opt, state.opt)
-        extra = state.extra if aux.extra is None else aux.extra
+        metrics = {
+            "loss": value,
+            "grad_norm": norm,
+            "tokens": weights[0],
+            "lr": learning_rate(opt),
+            **(aux.metrics or {}),
+        }
+        opt = same_leaves("the optimizer", opt, state.opt)
+        extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
         return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as torch_pytree  # torch.func flattens with it, and has no public registration
 
 from shardlib.errors import SpecError, TreeError, listing, nearest
-from shardlib.spec import Spec, as_spec, parse
+from shardlib.spec import Spec, as_spec, parse, parse_pattern
 
 NAMESPACE = "shardlib"
 _KEY = "shardlib"
@@ -30,12 +30,13 @@ Chooser = str | Sequence[str] | Callable[[str, Any], bool]
 @dataclass(frozen=True)
 class Field:
     """What an annotation says of one leaf: its spec, and how `init` makes it. `levels`: the number of dimensions that
-    each `stack` around it adds, from the outside."""
+    each `stack` around it adds, from the outside; `inputs`: the dimensions that the matrix contracts, where it was said."""
 
     spec: Spec
     dtype: torch.dtype | None = None
     init: Any = None
     levels: tuple[int, ...] = ()
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,22 @@ class Each:
 _node(Each, lambda e: ((e.item,), (e.dim, e.kind), ("*",)), lambda meta, item: Each(*item, *meta), namespace=NAMESPACE)
 
 
-def spec(text: str, *, dtype: torch.dtype | None = None, init: Any = None) -> Any:
+def spec(text: str, *, dtype: torch.dtype | None = None, init: Any = None, matrix: str | None = None) -> Any:
     """A leaf of a `@pytree` class: `w: Tensor = sl.spec("model/dp hidden/tp")`.
 
     `init`: a float (the standard deviation), `"zeros"`, `"ones"`, or `f(key, shape, dtype, index=...)`; by default a
-    normal of variance 1/fan-in for matrices and ones for vectors. `dtype`: default float32.
+    normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"` says which dimensions
+    are inputs; by default the first of two, the largest of more. `dtype`: default float32.
     """
+    parsed, inputs = parse(text), ()
+    if matrix is not None:
+        sides = parse_pattern(matrix, 1)
+        inputs = sides.inputs[0].names
+        if sorted(inputs + sides.outputs[0].names) != sorted(parsed.names):
+            raise SpecError(f"spec({text!r}): matrix={matrix!r} must name every dimension once")
     if not (init is None or isinstance(init, (int, float)) or callable(init) or init in ("zeros", "ones")):
         raise SpecError(f"spec({text!r}): init is a number, 'zeros', 'ones' or a function, not {init!r}")
-    return dataclasses.field(metadata={_KEY: Field(parse(text), dtype, init)})
+    return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init, inputs=inputs)})
 
 
 def stack(what: Any, dims: str | None = None) -> Any:

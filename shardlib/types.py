@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # types belong to the innermost tensor
+from torch.multiprocessing.reductions import StorageWeakRef  # no public way to hold a storage weakly
 
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Mesh
@@ -51,8 +52,11 @@ class TensorTable(Generic[T]):
         return None if found is None else found[1]
 
     def set(self, x: Tensor, value: T) -> None:
-        x, entries = base(x), self.entries
-        key = id(x)
+        self.put(base(x), value)
+
+    def put(self, x: Tensor, value: T) -> None:
+        """`set` for what is no wrapper."""
+        key, entries = id(x), self.entries
         entries[key] = (weakref.ref(x, lambda _: entries.pop(key, None)), value)
 
     def discard(self, x: Tensor) -> None:
@@ -68,7 +72,7 @@ class Leaf(NamedTuple):
 
 @dataclass
 class Region:
-    """One per-device function while it runs or is traced: the mesh, the types, and the sizes that names are bound to."""
+    """One per-device function while it runs or is traced: the mesh, the types, the sizes that names are bound to."""
 
     mesh: Mesh
     typed: bool = True  # False: one rank alone, in code whose types were checked before; everything counts as invariant
@@ -82,9 +86,9 @@ class Region:
         self.position = {a: i for i, a in enumerate(self.mesh.shape)}
         self.invariant = "I" * len(self.mesh.shape)
         self.entered: set[int] = set()
+        self.received: dict[int, StorageWeakRef] = {}  # which also keep the keys, addresses, from being used again
         self.padding_allowed = 0
         self.paused = False
-        self.peeking = False
         self.reentered = 0
         self.where = "shard_map"
         self.asked = False  # whether the code looks at types itself
@@ -129,7 +133,7 @@ class Region:
 
     def axes_of(self, kind: str, letters: str) -> tuple[str, ...]:
         """The axes over which `kind` has one of `letters`."""
-        return tuple(a for a, k in zip(self.mesh.shape, kind) if k in letters)
+        return tuple(a for a, k in zip(self.mesh.shape, kind, strict=True) if k in letters)
 
     def enter(self, x: Tensor, leaf: Leaf, padded: bool = False) -> Tensor:
         """A leaf as the function sees it: typed by its spec (split: varying, pending, else invariant)."""
@@ -154,6 +158,22 @@ class Region:
             raise SpecError(
                 f"{what} on a leaf that does not divide over its axes ({said}; padded to {short(x)} here).\n"
                 "  Such a leaf can be stored and updated, not computed with: sl.gather it first"
+            )
+
+    def receive(self, x: Tensor) -> None:
+        """Note that `x` is the result of a collective."""
+        storage = base(x).untyped_storage()
+        self.received[storage._cdata] = StorageWeakRef(storage)
+
+    def refuse_written(self, what: str, x: Tensor) -> None:
+        """Raise where `x` shares memory with what is not the function's own to write into."""
+        storage = base(x).untyped_storage()._cdata
+        if storage in self.entered:
+            raise SpecError(f"{what} writes in place into an argument of the per-device function: clone it first")
+        if storage in self.received:
+            raise SpecError(
+                f"{what} writes in place into the result of a collective, which over an axis of size 1 shares memory "
+                "with its operand.\n  Make a new value instead (`y = y + b`), or clone it first"
             )
 
     def bind(self, leaf: Leaf) -> None:
@@ -242,7 +262,9 @@ def outside() -> Iterator[None]:
 def entered(made: Region) -> Iterator[Region]:
     """Run in a region."""
     if _state.region is not None:
-        raise SpecError("a per-device function is already running: shard_map and step do not nest; call the function itself")
+        raise SpecError(
+            "a per-device function is already running: shard_map and step do not nest; call the function itself"
+        )
     _state.region = made
     try:
         yield made

@@ -23,7 +23,7 @@ class Layout:
     opt: Any
 
     def resolve(self, params: Any) -> "Layout":
-        """Every spec for its leaf of `params` (arrays): `...` expanded, groups as axes, leaves without a named cut cut."""
+        """Every spec for its leaf of `params` (arrays): `...` expanded, groups as axes, leaves that name none cut."""
         flat, treedef = tree.flatten(params)
         mesh = current_mesh()
 
@@ -35,7 +35,7 @@ class Layout:
 
 
 def _concrete(spec: Spec, x: Any, mesh: Mesh) -> Spec:
-    """The spec for the leaf `x`: of a group, the axes that the leaf is not split over are free to cut it, and pending."""
+    """The spec for the leaf `x`: of a group, the axes that the leaf is not split over cut it, or are pending."""
     bare = cuts.check_rank(global_spec(replace(spec, auto=(), pending=()), x.dim(), mesh), x.shape)
 
     def rest(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,10 +51,11 @@ def layout_of(specs: Any) -> Layout:
 
 
 def zero(specs: Any, axis: str = "dp", stage: int = 3, *, reduce: str = "microbatch") -> Layout:
-    """The layout of a ZeRO stage over `axis` (Rajbhandari et al. 2020): 1 cuts the optimizer state, 2 gradients too, 3 parameters too.
+    """The layout of a ZeRO stage over `axis`: 1 cuts the optimizer state, 2 gradients too, 3 parameters too.
 
     In `specs`, `/dp` says where a leaf is cut when it is cut; a leaf that does not name the axis is cut at its largest
-    dimension that divides, else left whole. `reduce="step"` with stage 2 keeps whole gradients until the end of the step.
+    dimension that divides, else left whole. `reduce="step"` with stage 2 keeps whole gradients until the end of the
+    step. Source: Rajbhandari et al. 2020.
     """
     if stage not in (0, 1, 2, 3):
         raise SpecError(f"zero: stage is 0, 1, 2 or 3, not {stage!r}")

@@ -1,4 +1,4 @@
-"""A family of small language models for tests: the loss written with patterns, and the same arithmetic in plain torch."""
+"""A family of small language models for tests: the loss with patterns, and the same arithmetic in plain torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from shardlib import tree
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Net:
     def shapes(self) -> dict[str, Any]:
         """Name -> (global shape, how the model wants it split); blocks without their leading dimension."""
         table = ("vocab/tp model" if self.split_vocab else "vocab model", (self.vocab, self.model))
-        block = {"scale": ("model", (self.model,)), "b_out": ("model", (self.model,))}
+        block: dict[str, Any] = {"scale": ("model", (self.model,)), "b_out": ("model", (self.model,))}
         if self.attention:
             block["w_qkv"] = ("qkv model heads/tp head", (3, self.model, self.heads, self.head))
             block["w_out"] = ("heads/tp head model", (self.heads, self.head, self.model))
@@ -66,7 +67,7 @@ class Net:
         block = shapes.pop("block")
         out = {name: draw(shape) for name, (_, shape) in shapes.items()}
         layers = [{name: draw(shape) for name, (_, shape) in block.items()} for _ in range(self.layers)]
-        return out | {"blocks": layers if self.listed else sl.tree.map_(lambda *xs: torch.stack(xs), *layers)}
+        return out | {"blocks": layers if self.listed else tree.map_(lambda *xs: torch.stack(xs), *layers)}
 
     def batch(self, rows: int, seq: int, seed: int = 0) -> dict[str, Tensor]:
         """Tokens, targets (some negative) and a weight for each token."""
@@ -99,7 +100,10 @@ class Net:
     def loss(self, p: dict[str, Any], batch: dict[str, Tensor]) -> sl.Mean:
         """The per-device loss."""
         every = (*self.data, "tp") if self.seq_parallel else self.data
-        embed, head = (sl.gather(p[n], self.data if self.split_vocab else every) for n in ("embed", "embed" if self.tied else "head"))
+        embed, head = (
+            sl.gather(p[n], self.data if self.split_vocab else every)
+            for n in ("embed", "embed" if self.tied else "head")
+        )
         s, between, tokens = self._seq, self._between, self._tokens
         if self.split_vocab:
             x = sl.embed(f"vocab/tp model, batch/dp {s} -> batch/dp {s} model +tp", embed, batch["tokens"])

@@ -63,7 +63,9 @@ def test_auxiliary_results() -> None:
     def loss(w: Tensor, x: Tensor, key: Any, extra: Any) -> Any:
         y = x @ w * key
         mean = sl.Mean.of("b/dp e", y)
-        return mean, sl.Aux(metrics={"top": sl.pmax(y.detach().amax(), "dp"), "mean": 2 * mean}, extra={"count": extra + 1})
+        return mean, sl.Aux(
+            metrics={"top": sl.pmax(y.detach().amax(), "dp"), "mean": 2 * mean}, extra={"count": extra + 1}
+        )
 
     def body(w: Tensor, x: Tensor) -> Any:
         (value, aux), g = sl.value_and_grad(loss)(w, x, key=2.0, extra=torch.tensor(3))
@@ -84,7 +86,8 @@ def test_gradients_that_are_one_tensor_keep_their_own_types() -> None:
         b = sl.pvary(b, "dp")
         ga, gb = sl.grad(lambda a, b: sl.psum((a + b).sum(), "dp"), argnums=(0, 1))(a, b)
         assert (region().type_of(ga), region().type_of(gb)) == ("VI", "PI")
-        assert region().leaves.get(ga).spec.split == ("dp",)
+        leaf = region().leaves.get(ga)
+        assert leaf is not None and leaf.spec.split == ("dp",)
         return ga, sl.psum(gb, "dp")
 
     ga, gb = on(body, (X, "b/dp d"), (X[:2], "q d"), out=("b/dp d", "q d"))
@@ -154,7 +157,7 @@ def test_hessian_and_jacobian() -> None:
     """jacrev maps the backward over a basis: collectives in it are mapped too."""
 
     def body(x: Tensor, w: Tensor, v: Tensor) -> Any:
-        f = nets()["rows"]
+        f: Any = nets()["rows"]
         hessian = jacrev(jacrev(lambda v: f(x, w, v)))(v)
         assert region().type_of(hessian) == "II"
         return hessian, jacrev(lambda w: sl.all_gather("b/dp e -> b e", (x @ w).tanh(), invariant=True))(w)
@@ -211,7 +214,7 @@ def test_remat_runs_again_collectives_included() -> None:
         counts = []
         for f in (block, sl.remat(block), sl.remat(sl.remat(block))):
             with Ops() as ops:
-                g = grad(lambda w: sl.psum(f(w, x).square().sum(), "dp"))(w)
+                g = grad(lambda w, f=f: sl.psum(f(w, x).square().sum(), "dp"))(w)
             counts.append((ops.counts["tanh"], ops.counts["all_gather_into_tensor"]))
         assert counts == [(1, 1), (2, 2), (3, 3)], counts
         return g
@@ -275,7 +278,9 @@ def test_remat_refuses_what_is_captured_and_differentiated(name: str) -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         return grad(lambda w: sl.psum(CLOSURES[name](w, x).sum(), "dp"))(w)
 
-    with pytest.raises(sl.SpecError, match="remat .* captured a value that is being differentiated.*\n  Pass it as an argument"):
+    with pytest.raises(
+        sl.SpecError, match=r"remat captured a value that is being differentiated .*\n  Pass it as an argument"
+    ):
         on(body, (W, "d e"), (X, "b/dp d"))
 
 
@@ -344,16 +349,28 @@ def test_scan_over_split_leaves_gathers_each() -> None:
 # ---- errors
 
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "integers": (lambda w, x: sl.grad(lambda k: sl.psum(x, "dp").sum())(torch.tensor([1])), "is torch.int64; only floating-point tensors have"),
-    "no tensors": (lambda w, x: sl.grad(lambda k: sl.psum(x, "dp").sum())({"a": 3.0}), "`a` is float; only floating-point tensors"),
+    "integers": (
+        lambda w, x: sl.grad(lambda k: sl.psum(x, "dp").sum())(torch.tensor([1])),
+        "is torch.int64; only floating-point tensors have",
+    ),
+    "no tensors": (
+        lambda w, x: sl.grad(lambda k: sl.psum(x, "dp").sum())({"a": 3.0}),
+        "`a` is float; only floating-point tensors",
+    ),
     "scan of nothing": (lambda w, x: sl.scan(lambda c, x: (c, x), w, None), "scan needs xs, or length="),
-    "scan of two lengths": (lambda w, x: sl.scan(lambda c, x: (c, x), w, (w, w[0])), r"the leading dimensions differ: \[3, 5\]"),
-    "scan of another length": (lambda w, x: sl.scan(lambda c, x: (c, x), w, w, length=4), r"the leading dimensions differ: \[3\], length=4"),
+    "scan of two lengths": (
+        lambda w, x: sl.scan(lambda c, x: (c, x), w, (w, w[0])),
+        r"the leading dimensions differ: \[3, 5\]",
+    ),
+    "scan of another length": (
+        lambda w, x: sl.scan(lambda c, x: (c, x), w, w, length=4),
+        r"the leading dimensions differ: \[3\], length=4",
+    ),
     "lost reduction": (
         lambda w, x: sl.grad(lambda w: sl.psum(lost(w, x), "dp"))(w),
         "the gradient of .* over `dp` should be invariant, its parts differ by rank: a reduction was lost",
     ),
-}  # fmt: skip
+}
 
 
 def lost(w: Tensor, x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def test_transposes(mesh: dict[str, int], axes: tuple[str, ...]) -> None:
         for name, case in cases(mesh, axes).items():
             kind = here.with_letter("VI", axes, case.takes)
             x, dx = value(kind, case.shape, 0.3), value(kind, case.shape, 2.9)
-            y, pull = vjp(case.f, x)
+            y, pull = vjp(case.f, x)  # type: ignore[misc]
             given = here.type_of(y)
             assert given == here.with_letter(kind, axes, case.gives), name
             g = value("".join(DUAL[k] for k in given), tuple(y.shape), 1.1)
@@ -101,7 +101,11 @@ def test_transposes(mesh: dict[str, int], axes: tuple[str, ...]) -> None:
             assert back.shape == x.shape and here.type_of(ahead) == given, name
             twice = vjp(lambda g, pull=pull: pull(g)[0], g)[1](dx)[0].clone()
             here.set_type(twice, given)  # that of `pending` is varying: its transpose is the identity
-            many = vmap(case.f, in_dims=1, out_dims=1)(torch.stack([x, dx], 1)) if case.shape else vmap(case.f)(torch.stack([x, dx]))
+            many = (
+                vmap(case.f, in_dims=1, out_dims=1)(torch.stack([x, dx], 1))
+                if case.shape
+                else vmap(case.f)(torch.stack([x, dx]))
+            )
             apart = torch.stack([y, ahead], 1 if case.shape else 0)
             out[name] = (dot(g, ahead), dot(back, dx), largest(twice - ahead), largest(many - apart), largest(apart))
         return out
@@ -178,23 +182,47 @@ def run(body: Callable[[Tensor, Tensor], Any], out: str = "...") -> Any:
 
 
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "psum of invariant": (lambda x, w: sl.psum(w, "dp"), r"psum: the value is f32\[3\] invariant \(`d`\); over `dp` that is not"),
-    "second psum": (lambda x, w: sl.psum(sl.psum(x, "dp"), "dp"), "equal on all ranks has no sum to make; scale it by axis_size"),
-    "psum of replicated": (lambda x, w: sl.psum(sl.pvary(w, "tp"), "tp"), "replicated over tp; over `tp` that is not allowed"),
+    "psum of invariant": (
+        lambda x, w: sl.psum(w, "dp"),
+        r"psum: the value is f32\[3\] invariant \(`d`\); over `dp` that is not",
+    ),
+    "second psum": (
+        lambda x, w: sl.psum(sl.psum(x, "dp"), "dp"),
+        "equal on all ranks has no sum to make; scale it by axis_size",
+    ),
+    "psum of replicated": (
+        lambda x, w: sl.psum(sl.pvary(w, "tp"), "tp"),
+        "replicated over tp; over `tp` that is not allowed",
+    ),
     "pmean of invariant": (lambda x, w: sl.pmean(w, "dp"), "pmean: the value is f32"),
-    "pending invariant": (lambda x, w: sl.pending(w, "dp"), "pending: the value is .*the sum would count it once per rank"),
+    "pending invariant": (
+        lambda x, w: sl.pending(w, "dp"),
+        "pending: the value is .*the sum would count it once per rank",
+    ),
     "pmax of pending": (lambda x, w: sl.pmax(sl.pending(x, "dp"), "dp"), "pmax: the value is .*pending over dp"),
-    "pmax over another axis": (lambda x, w: sl.pmax(sl.pending(x, "dp"), "tp"), "psum it first: a maximum is not linear"),
-    "gradient of pmax": (lambda x, w: grad(lambda x: sl.pmax(x, "dp").sum())(x), "pmax has no gradient: detach its operand"),
+    "pmax over another axis": (
+        lambda x, w: sl.pmax(sl.pending(x, "dp"), "tp"),
+        "psum it first: a maximum is not linear",
+    ),
+    "gradient of pmax": (
+        lambda x, w: grad(lambda x: sl.pmax(x, "dp").sum())(x),
+        "pmax has no gradient: detach its operand",
+    ),
     "ppermute of pending": (lambda x, w: sl.ppermute(sl.pending(x, "dp"), "dp", shift=1), "ppermute: the value is"),
-    "ppermute of both": (lambda x, w: sl.ppermute(x, "dp", [(0, 1)], shift=1), "either a list of .source, destination. or shift="),
+    "ppermute of both": (
+        lambda x, w: sl.ppermute(x, "dp", [(0, 1)], shift=1),
+        "either a list of .source, destination. or shift=",
+    ),
     "ppermute of neither": (lambda x, w: sl.ppermute(x, "dp"), "either a list of .source, destination. or shift="),
     "ppermute twice to one": (lambda x, w: sl.ppermute(x, "dp", [(0, 1), (1, 1)]), "1 stands twice on one side"),
     "ppermute twice from one": (lambda x, w: sl.ppermute(x, "dp", [(0, 1), (0, 0)]), "0 stands twice on one side"),
     "ppermute outside": (lambda x, w: sl.ppermute(x, "dp", [(0, 2)]), r"\(0, 2\) is outside 0..1"),
     "no tensor": (lambda x, w: sl.psum({"a": 3}, "dp"), "psum takes tensors, found int"),
     "no axis": (lambda x, w: sl.axis_index(()), "axis_index needs an axis"),
-    "forward mode": (lambda x, w: torch.func.jvp(lambda x: sl.psum(x, "dp"), (x,), (x,)), "forward mode .* Run it under sl.jit"),
+    "forward mode": (
+        lambda x, w: torch.func.jvp(lambda x: sl.psum(x, "dp"), (x,), (x,)),
+        "forward mode .* Run it under sl.jit",
+    ),
 }
 
 
@@ -232,10 +260,13 @@ def test_pvary_and_pending_take_what_is_so_already() -> None:
 def test_groups_stand_for_axes() -> None:
     x = torch.arange(8.0)
     with sl.make_mesh(dp=dict(r=2, f=2), tp=2, groups=dict(all="tp/r"), simulate=True):
+
         def body(x: Tensor) -> tuple[Tensor, ...]:
             return sl.all_gather("n/dp/tp -> n", x, invariant=True), sl.psum(x, "dp"), sl.axis_index("all").reshape(1)
 
         whole, total, index = sl.gather(
             sl.shard_map(body, in_specs="n/dp/tp", out_specs=("n", "n/tp", "n/all/f"))(sl.shard(x, "n/dp/tp"))
         )
-    assert torch.equal(whole, x) and torch.equal(total, x.view(4, 2).sum(0)) and index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (
+        torch.equal(whole, x) and torch.equal(total, x.view(4, 2).sum(0)) and index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    )

@@ -1,4 +1,4 @@
-"""The same per-device programs as JAX 0.10.2: values, gradients and types (golden/collectives.json, type_rules.json)."""
+"""The same per-device programs as JAX 0.10.2: values, gradients, types (golden/collectives.json, type_rules.json)."""
 
 import base64
 import json
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
 from shardlib.spec import parse
 from shardlib.types import region
-from ranks import on_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = {c["name"]: c for c in json.loads((GOLDEN / "collectives.json").read_text())["cases"]}
@@ -171,7 +171,11 @@ def test_refused_here(name: str) -> None:
 
 @pytest.mark.slow
 def test_as_jax_on_gloo() -> None:
-    names = [n for n in PROGRAMS if n.startswith(("all_gather_two_tp_dp", "all_to_all_tp", "ppermute", "mlp", "pmax", "fsdp", "softmax"))]
+    names = [
+        n
+        for n in PROGRAMS
+        if n.startswith(("all_gather_two_tp_dp", "all_to_all_tp", "ppermute", "mlp", "pmax", "fsdp", "softmax"))
+    ]
     for each in on_ranks(8, lambda: [run(n, simulate=False) for n in names]):
         for name, (values, grads) in zip(names, each, strict=True):
             check(name, values, grads)

@@ -1,5 +1,7 @@
-"""The great test: on any mesh, with any legal specs, layout and number of micro-batches, a step computes what one process
-does: loss, tokens, gradients, their norm, and the state after three steps. The oracle is plain torch (`Net.plain`, `torch.optim`).
+"""The great test: on any mesh, with any legal specs, layout and number of micro-batches, a step does as one process.
+
+Compared are loss, tokens, gradients, their norm, and the state after three steps. The oracle is plain
+torch (`Net.plain`, `torch.optim`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +22,21 @@ from shardlib.spec import parse
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 LAYOUTS = ("none", "0", "1", "2", "3", "2 by step", "hand")
-SHAPES = ((1, 1, 1), (2, 2, 1), (2, 1, 1), (1, 2, 1), (4, 2, 1), (2, 4, 1), (3, 2, 1), (1, 4, 1), (8, 1, 1), (2, 2, 2), (1, 2, 3), (2, 1, 3), (1, 2, 4))
+SHAPES = (
+    (2, 2, 1),
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (4, 2, 1),
+    (2, 4, 1),
+    (3, 2, 1),
+    (1, 4, 1),
+    (8, 1, 1),
+    (2, 2, 2),
+    (1, 2, 3),
+    (2, 1, 3),
+    (1, 2, 4),
+)
 SMALL = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1))
 MASKS = ("some", "all", "no tokens on a rank", "no tokens in a micro-batch", "one token", "none")
 
@@ -49,6 +65,9 @@ class Case:
         shown = {**vars(self), **{k: tree.map_(str, v) for k, v in trees.items()}}
         return f"Case({', '.join(f'{k}={v}' for k, v in shown.items())})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what hypothesis prints
+        printer.text(repr(self))
+
     def mesh(self, simulate: bool = True) -> sl.Mesh:
         return sl.make_mesh(self.axes, groups=self.groups, simulate=simulate)
 
@@ -73,7 +92,8 @@ class Case:
             "all": row < 0,
             "no tokens on a rank": row // here == number % (self.rows // here),
             "no tokens in a micro-batch": row % here // (here // self.count) == number % self.count,
-            "one token": torch.arange(self.rows * self.seq).view(self.rows, self.seq) != 5 * number % (self.rows * self.seq),
+            "one token": torch.arange(self.rows * self.seq).view(self.rows, self.seq)
+            != 5 * number % (self.rows * self.seq),
             "none": row >= 0,
         }
         return batch | {"targets": torch.where(empty[self.mask], -1, targets)}
@@ -119,16 +139,17 @@ def spec_trees(draw: Draw, net: Net, data: tuple[str, ...], every: tuple[str, ..
 def cases(draw: Draw, kind: str, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> Case:
     """A case with a layout of one kind, on a mesh of one of the shapes (dp, tp, and cp or copies of dp)."""
     dp, tp, third = draw(st.sampled_from(shapes))
-    how = draw(st.sampled_from(("", "cp", "group")))
+    how = draw(st.sampled_from(("cp", "", "group")))
     sizes: dict[str, Any] = {"dp": dict(rep=third, fs=dp) if how == "group" else dp, "tp": tp}
     sizes |= {"cp": third} if how == "cp" else {}
     axes = {a: sizes[a] for a in draw(st.permutations(list(sizes)))}
-    flag = st.booleans()
+    flag = st.sampled_from((True, False))  # the first example of hypothesis, all first choices, has everything on
     seq_parallel, split_vocab = draw(flag), draw(flag)
     net = Net(
-        layers=draw(st.integers(1, 2)), attention=draw(flag), listed=draw(flag), tied=draw(flag), seq_parallel=seq_parallel,
-        split_vocab=split_vocab, remat=draw(flag), cp=how == "cp", second_term=draw(flag),
-        vocab=tp * draw(st.integers(2, 3)) if split_vocab else draw(st.sampled_from((7, 8, 3))), model=draw(st.sampled_from((5, 4, 3))),
+        layers=draw(st.integers(1, 2)), attention=draw(flag), listed=draw(flag), tied=draw(flag),
+        seq_parallel=seq_parallel, split_vocab=split_vocab, remat=draw(flag), cp=how == "cp", second_term=draw(flag),
+        vocab=tp * draw(st.integers(2, 3)) if split_vocab else draw(st.sampled_from((7, 8, 3))),
+        model=draw(st.sampled_from((5, 4, 3))),
         hidden=tp * draw(st.integers(1, 3)), heads=tp * draw(st.integers(1, 2)), head=draw(st.sampled_from((3, 2))),
     )  # fmt: skip
     data = ("rep", "fs") if how == "group" else net.data
@@ -144,12 +165,13 @@ def cases(draw: Draw, kind: str, shapes: Sequence[tuple[int, int, int]] = SHAPES
         layout = sl.zero(computable, over, int(kind[0]), reduce="step" if by_step else "microbatch")
         params = anything()
     ranks = dp * (third if how == "group" else 1)
-    count = draw(st.integers(1, 4))
+    seq = (tp if seq_parallel else 1) * (third if how == "cp" else 1)
+    count = draw(st.sampled_from((2, 1, 3, 4)))
     adamw = draw(flag)
     return Case(
         net=net, axes=axes, groups=groups, params=params, layout=layout, count=count, by_rows=draw(flag), adamw=adamw,
-        rows=ranks * count * draw(st.integers(1, 2)), seq=draw(st.integers(1, 3)) * tp**seq_parallel * (third if how == "cp" else 1),
-        mask=draw(st.sampled_from(MASKS)), weighted=draw(flag), clip=draw(st.sampled_from((None, 0.5))),
+        rows=ranks * count * draw(st.integers(1, 2)), seq=seq * draw(st.integers(1, 3)),
+        mask=draw(st.sampled_from(MASKS)), weighted=draw(flag), clip=draw(st.sampled_from((0.5, None))),
         dtype=torch.float64 if adamw else draw(st.sampled_from((torch.float64, torch.float64, torch.float32))),
     )  # fmt: skip
 
@@ -198,15 +220,19 @@ def in_one_process(case: Case) -> tuple[Run, dict[str, Tensor]]:
     params = tree.map_(lambda x: x.to(case.dtype).double(), case.net.params(dtype=case.dtype))
     flat, treedef = tree.flatten(params)
     flat = [torch.nn.Parameter(x) for x in flat]
-    optimizer = torch.optim.AdamW(flat, 1e-2, weight_decay=0.1) if case.adamw else torch.optim.SGD(flat, 0.1, momentum=0.9)
+    optimizer = (
+        torch.optim.AdamW(flat, 1e-2, weight_decay=0.1) if case.adamw else torch.optim.SGD(flat, 0.1, momentum=0.9)
+    )
     metrics, first, noise = [], {}, {}
     for batch in case.batches():
         current = tree.unflatten(treedef, [x.detach() for x in flat])
-        grads, (loss, tokens) = torch.func.grad_and_value(lambda p, b=batch: case.net.plain(p, b), has_aux=True)(current)
+        grads, (loss, tokens) = torch.func.grad_and_value(lambda p, b=batch: case.net.plain(p, b), has_aux=True)(
+            current
+        )
         norm = torch.stack([g.square().sum() for g in tree.leaves(grads)]).sum().sqrt()
         metrics.append({"loss": loss.item(), "grad_norm": norm.item(), "tokens": tokens.item()})
         if case.clip is not None and norm >= case.clip:
-            grads = tree.map_(lambda g, n=norm: g * (case.clip / n), grads)
+            grads = tree.map_(lambda g, factor=case.clip / norm: g * factor, grads)
         first = first or named("gradient", grads)
         for p, (name, g) in zip(flat, named("", grads).items(), strict=True):
             small = (g != 0) & (g.abs() < 1e-9 * norm)
@@ -223,11 +249,10 @@ def in_one_process(case: Case) -> tuple[Run, dict[str, Tensor]]:
 
 def compare(case: Case, found: Run) -> None:
     want, noise = in_one_process(case)
-    exact, loose = (5e-6, 5e-6) if case.dtype is torch.float32 else (1e-12, 1e-8 if case.adamw else 1e-12)
-    later = 20 * exact if case.dtype is torch.float32 else loose
+    exact, loose = (5e-6, 2e-5) if case.dtype is torch.float32 else (1e-12, 1e-8 if case.adamw else 1e-12)
     for i, (a, b) in enumerate(zip(found.metrics, want.metrics, strict=True)):
         for name, value in b.items():
-            assert a[name] == pytest.approx(value, rel=exact if i == 0 else later, abs=1e-14), f"{name} of step {i}"
+            assert a[name] == pytest.approx(value, rel=exact if i == 0 else loose, abs=1e-14), f"{name} of step {i}"
     largest = max([g.abs().max().item() for g in want.grads.values() if g.numel()])
     for tolerance, xs, ys in ((exact, found.grads, want.grads), (loose, found.state, want.state)):
         assert list(xs) == list(ys)
@@ -239,14 +264,22 @@ def compare(case: Case, found: Run) -> None:
                 if case.adamw and tolerance == loose:
                     off = torch.where(noise[" " + name.split()[1]], 0.0, off)
                 scale = max(y.abs().max().item(), 1e-6 * largest, 1e-300)
-                assert off.max().item() <= tolerance * scale, f"{name}: off by {off.max().item() / scale:.2e} of its maximum"
+                assert off.max().item() <= tolerance * scale, (
+                    f"{name}: off by {off.max().item() / scale:.2e} of its maximum"
+                )
 
 
 def check(kind: str, number: int, examples: int, test: Callable[[Case], None], **options: Any) -> None:
-    """`examples` cases of one kind, the same on every run. A failing one is printed whole, not shrunk (that takes minutes)."""
+    """`examples` cases of one kind, the same on every run. A failing one is printed, not shrunk (it takes minutes)."""
 
     @seed(number)
-    @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
     @given(case=cases(kind, **options))
     def each(case: Case) -> None:
         test(case)
@@ -272,12 +305,12 @@ def processes(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 3, jitted)
+    check(kind, LAYOUTS.index(kind), 2, jitted)
 
 
 @pytest.mark.parametrize("kind", ["3", "hand"])
 def test_eager(kind: str) -> None:
-    check(kind, 10 + LAYOUTS.index(kind), 2, eager)
+    check(kind, 10 + LAYOUTS.index(kind), 1, eager)
 
 
 @pytest.mark.parametrize("kind", ["2", "3"])

@@ -1,4 +1,4 @@
-"""What `Insert` and `Flow` do with single functions: inserted `pvary`, pending values, writes, values that leave torch."""
+"""What `Insert` and `Flow` do with single functions: `pvary` put in, pending values, writes, reads."""
 
 import copy
 import warnings
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from shardlib import tree
 from shardlib.types import region
 
 Body = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -52,7 +53,7 @@ def over_dp(body: Body) -> str:
 
     def noting(*args: Tensor) -> None:
         out = body(*args)
-        found[:] = [region().over(y, "dp") for y in torch.utils._pytree.tree_leaves(out) if isinstance(y, Tensor)]
+        found[:] = [region().over(y, "dp") for y in tree.leaves(out) if isinstance(y, Tensor)]
 
     run(noting)
     return "".join(found)
@@ -64,18 +65,79 @@ LINEAR: dict[str, Body] = {
     "scaled by a replicated": lambda x, w, p, k: (p * sl.pvary(w, "dp"), p @ sl.pvary(w, "dp")),
     "scaled by what varies over another axis": lambda x, w, p, k: p * (w + sl.axis_index("tp")),
     "added": lambda x, w, p, k: (p + p, p - p, sum([p, p]), torch.add(p, p, alpha=2), p + 0, 0 + p, torch.sub(p, p)),
-    "matmul": lambda x, w, p, k: (p @ w, p.transpose(1, 2).mT @ w.diag(), torch.einsum("bsd,d->bs", p, w), F.linear(p, w[None])),
-    "products": lambda x, w, p, k: (p[0, 0].dot(w), p[0].mv(w), p[0].mm(w.diag()), p.bmm(w.diag().expand(2, 3, 3)), torch.outer(p[0, 0], w)),
+    "matmul": lambda x, w, p, k: (
+        p @ w,
+        p.transpose(1, 2).mT @ w.diag(),
+        torch.einsum("bsd,d->bs", p, w),
+        F.linear(p, w[None]),
+    ),
+    "products": lambda x, w, p, k: (
+        p[0, 0].dot(w),
+        p[0].mv(w),
+        p[0].mm(w.diag()),
+        p.bmm(w.diag().expand(2, 3, 3)),
+        torch.outer(p[0, 0], w),
+    ),
     "tensordot": lambda x, w, p, k: (torch.tensordot(p, w, 1), torch.inner(p, w), torch.addmm(p[0], p[0], w.diag())),
     "reduced": lambda x, w, p, k: (p.sum(), p.sum(0), p.mean(), p.mean((0, 2)), p.cumsum(0), p.sum(-1)),
-    "moved": lambda x, w, p, k: (p[0].T, p.mT, p.view(4, 3), p.reshape(-1), p.flatten(), p.permute(2, 0, 1), p.unflatten(2, (3, 1))),
-    "cut": lambda x, w, p, k: (p[0], p[:, 1:], p[..., None], p.chunk(2), p.split(1), p.unbind(), p.narrow(0, 0, 1), p.select(0, 0)),
-    "indexed by equal": lambda x, w, p, k: (p[torch.tensor([0, 1])], p.index_select(0, torch.tensor([1])), p.gather(0, torch.zeros(1, 2, 3, dtype=torch.int64))),
-    "arranged": lambda x, w, p, k: (p.roll(1), p.flip(0), p.repeat(2, 1, 1), p.expand(2, 2, 2, 3), p[0].tril(), p[0].diagonal(), p.unfold(0, 1, 1), p.tile(2)),
-    "joined": lambda x, w, p, k: (torch.cat([p, p]), torch.stack([p, p]), torch.hstack([p, p]), torch.where(w > 0, p, p)),
-    "cast": lambda x, w, p, k: (p.double(), p.to(torch.bfloat16), p.half().float(), p.type(torch.float64), p.clone(), p.detach(), p.contiguous(), p.data),
+    "moved": lambda x, w, p, k: (
+        p[0].T,
+        p.mT,
+        p.view(4, 3),
+        p.reshape(-1),
+        p.flatten(),
+        p.permute(2, 0, 1),
+        p.unflatten(2, (3, 1)),
+    ),
+    "cut": lambda x, w, p, k: (
+        p[0],
+        p[:, 1:],
+        p[..., None],
+        p.chunk(2),
+        p.split(1),
+        p.unbind(),
+        p.narrow(0, 0, 1),
+        p.select(0, 0),
+    ),
+    "indexed by equal": lambda x, w, p, k: (
+        p[torch.tensor([0, 1])],
+        p.index_select(0, torch.tensor([1])),
+        p.gather(0, torch.zeros(1, 2, 3, dtype=torch.int64)),
+    ),
+    "arranged": lambda x, w, p, k: (
+        p.roll(1),
+        p.flip(0),
+        p.repeat(2, 1, 1),
+        p.expand(2, 2, 2, 3),
+        p[0].tril(),
+        p[0].diagonal(),
+        p.unfold(0, 1, 1),
+        p.tile(2),
+    ),
+    "joined": lambda x, w, p, k: (
+        torch.cat([p, p]),
+        torch.stack([p, p]),
+        torch.hstack([p, p]),
+        torch.where(w > 0, p, p),
+    ),
+    "cast": lambda x, w, p, k: (
+        p.double(),
+        p.to(torch.bfloat16),
+        p.half().float(),
+        p.type(torch.float64),
+        p.clone(),
+        p.detach(),
+        p.contiguous(),
+        p.data,
+    ),
     "padded with zeros": lambda x, w, p, k: (F.pad(p, (1, 1)), p.masked_fill(w > 0, 0)),
-    "shaped after another": lambda x, w, p, k: (p.view_as(x), p.reshape_as(x), p[0].expand_as(x), p.type_as(x), torch.broadcast_tensors(p, p)),
+    "shaped after another": lambda x, w, p, k: (
+        p.view_as(x),
+        p.reshape_as(x),
+        p[0].expand_as(x),
+        p.type_as(x),
+        torch.broadcast_tensors(p, p),
+    ),
     "looked up": lambda x, w, p, k: F.embedding(torch.tensor([0]), p[0]),
     "in place": lambda x, w, p, k: [q := p.clone(), q.mul_(2), q.add_(p), q.div_(w), q],
     "a view written": lambda x, w, p, k: [q := p.clone(), q[0].add_(p[0]), q],
@@ -84,7 +146,7 @@ LINEAR: dict[str, Body] = {
     "through a linear function of the user": lambda x, w, p, k: torch.func.vjp(Twice.apply, p)[0],
     "through remat": lambda x, w, p, k: (sl.remat(lambda q: q)(p), sl.remat(lambda q, w: q @ w)(p, w)),
     "moved over another axis": lambda x, w, p, k: sl.all_gather("i s e/tp -> i s e", p * (1 + sl.axis_index("tp"))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -148,7 +210,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "user function without transforms": (lambda x, w, p, k: F.gelu(Square.apply(p)), "mul: .* meets another|gelu of"),
     "mapped": (lambda x, w, p, k: torch.vmap(torch.tanh)(p), "tanh of"),
     "out": (lambda x, w, p, k: torch.tanh(p, out=p.clone()), "tanh of"),
-    "foreach": (lambda x, w, p, k: torch._foreach_tanh([p, p]), "_foreach_tanh of"),
+    "foreach": (lambda x, w, p, k: torch._foreach_tanh([p, p]), "_foreach_tanh of"),  # type: ignore
     "lerp": (lambda x, w, p, k: torch.lerp(p, x, 0.5), "lerp of"),
     "item": (lambda x, w, p, k: p.sum().item(), "ranks would go different ways"),
 }
@@ -198,7 +260,9 @@ def test_inserts_the_sum_of_gradients(name: str) -> None:
         return torch.func.grad(lambda w: sl.psum(f(x, w).square().sum(), "dp"))(w)
 
     with sl.make_mesh(dp=2, tp=2, simulate=True):
-        found = sl.gather(sl.shard_map(body, in_specs=("b/dp s d", "d"), out_specs="d")(sl.shard(x, "b/dp s d"), torch.ones(3)))
+        found = sl.gather(
+            sl.shard_map(body, in_specs=("b/dp s d", "d"), out_specs="d")(sl.shard(x, "b/dp s d"), torch.ones(3))
+        )
     wanted = torch.func.grad(lambda w: sum(f(part, w).square().sum() for part in x.chunk(2)))(torch.ones(3))
     torch.testing.assert_close(found, wanted)
 
@@ -216,15 +280,54 @@ def test_inserts_nothing_where_values_do_not_meet() -> None:
 
 
 WRITES: dict[str, tuple[Body, str]] = {
-    "varying into invariant": (lambda x, w, p, k: w.clone().add_(x[0, 0]), "add writes in place a value that is varying over dp"),
-    "pending into invariant": (lambda x, w, p, k: torch.zeros(3).add_(p[0, 0]), "add writes in place a value that is pending over dp"),
-    "replicated into invariant": (lambda x, w, p, k: torch.zeros(3).copy_(sl.pvary(w, "dp")), "copy writes in place a value .* replicated"),
-    "setitem": (lambda x, w, p, k: torch.zeros(3).__setitem__(0, x[0, 0, 0]), r"setitem writes .* sl.pvary\(buffer, 'dp'\)"),
+    "varying into invariant": (
+        lambda x, w, p, k: w.clone().add_(x[0, 0]),
+        "add writes in place a value that is varying over dp",
+    ),
+    "pending into invariant": (
+        lambda x, w, p, k: torch.zeros(3).add_(p[0, 0]),
+        "add writes in place a value that is pending over dp",
+    ),
+    "replicated into invariant": (
+        lambda x, w, p, k: torch.zeros(3).copy_(sl.pvary(w, "dp")),
+        "copy writes in place a value .* replicated",
+    ),
+    "setitem": (
+        lambda x, w, p, k: torch.zeros(3).__setitem__(0, x[0, 0, 0]),
+        r"setitem writes .* sl.pvary\(buffer, 'dp'\)",
+    ),
     "out": (lambda x, w, p, k: torch.add(x[0, 0], w, out=torch.empty(3)), "add writes in place"),
-    "foreach": (lambda x, w, p, k: torch._foreach_add_([w.clone()], [x[0, 0]]), "_foreach_add writes in place"),
+    "foreach": (
+        lambda x, w, p, k: torch._foreach_add_([w.clone()], [x[0, 0]]),  # type: ignore
+        "_foreach_add writes in place",
+    ),
     "augmented": (lambda x, w, p, k: exec("y = w.clone()\ny += x[0, 0]", dict(w=w, x=x)), "add writes in place"),
-    "argument": (lambda x, w, p, k: x.mul_(2), "mul_ writes in place into an argument of the per-device function: clone it first"),
-    "view of an argument": (lambda x, w, p, k: x[0].zero_(), "zero_ writes in place into an argument"),
+    "argument": (
+        lambda x, w, p, k: x.mul_(2),
+        "mul writes in place into an argument of the per-device function: clone it first",
+    ),
+    "view of an argument": (lambda x, w, p, k: x[0].zero_(), "zero writes in place into an argument"),
+    "argument, in a derivative": (
+        lambda x, w, p, k: torch.func.grad(lambda w: x.mul_(2).sum() * w.sum())(w),
+        "mul writes in place into an argument",
+    ),
+    "argument, by a function": (lambda x, w, p, k: F.relu(x, inplace=True), "relu_ writes in place into an argument"),
+    "result": (
+        lambda x, w, p, k: exec("y = sl.psum(x, 'dp')\ny += 1", dict(sl=sl, x=x)),
+        "add writes in place into the result of a collective",
+    ),
+    "view of a result": (
+        lambda x, w, p, k: sl.all_gather("b/dp s d -> b s d", x)[0].zero_(),
+        "zero writes in place into the result of a",
+    ),
+    "result, in a derivative": (
+        lambda x, w, p, k: torch.func.grad(lambda x: sl.psum(x, "dp").mul_(2).sum())(x),
+        "mul writes in place into the result of a collective, which over an axis of size 1 shares memory",
+    ),
+    "pending": (
+        lambda x, w, p, k: sl.pending(x * 2, "dp").mul_(2),
+        "mul writes in place into the result of a collective",
+    ),
     "out is an argument": (lambda x, w, p, k: torch.add(x, x, out=x), "add writes in place into an argument"),
 }
 
@@ -296,11 +399,17 @@ LEAVES: dict[str, tuple[Body, str]] = {
     "numpy": (lambda x, w, p, k: w.numpy(), "numpy cannot follow a per-device function"),
     "array": (lambda x, w, p, k: __import__("numpy").asarray(w), "numpy cannot follow"),
     "tensor of tensors": (lambda x, w, p, k: torch.tensor([w[0], w[1]]), "reads their values: use torch.stack"),
-    "rand": (lambda x, w, p, k: torch.rand(3), "rand draws from torch's generator, which differs by rank.*sl.random with a key"),
+    "rand": (
+        lambda x, w, p, k: torch.rand(3),
+        "rand draws from torch's generator, which differs by rank.*sl.random with a key",
+    ),
     "randint": (lambda x, w, p, k: torch.randint(0, 3, (2,)), "draws from torch's generator"),
     "multinomial": (lambda x, w, p, k: torch.multinomial(w, 1), "draws from torch's generator"),
     "normal_": (lambda x, w, p, k: torch.empty(3).normal_(), "draws from torch's generator"),
-    "dropout in attention": (lambda x, w, p, k: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "draws from torch's generator"),
+    "dropout in attention": (
+        lambda x, w, p, k: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        "draws from torch's generator",
+    ),
     "backward": (lambda x, w, p, k: w.clone().requires_grad_().sum().backward(), r"plain autograd \(backward\)"),
 }
 
@@ -344,11 +453,16 @@ UNKNOWN: dict[str, Body] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_unknown_is_an_error(name: str) -> None:
-    with warnings.catch_warnings(), pytest.raises(sl.SpecError, match="has no type: it was made outside|of unknown type"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(sl.SpecError, match=r"has no type: it was made outside|of unknown type"),
+    ):
         warnings.simplefilter("ignore")  # torch.tensor of a tensor warns
         run(UNKNOWN[name])
 
 
 def test_functions_of_functions_are_refused() -> None:
-    with pytest.raises(sl.SpecError, match="cond runs functions of its own, which types do not see through: use torch.where"):
+    with pytest.raises(
+        sl.SpecError, match=r"cond runs functions of its own, which types do not see through: use torch.where"
+    ):
         run(lambda x, w, p, k: torch.ops.higher_order.cond(w.sum() > 0, lambda a: a, lambda a: a * 2, (w,)))

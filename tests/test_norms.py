@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
-from ranks import on_ranks
 from shardlib.accumulate import entering
 from shardlib.norms import scaled_to
 
@@ -26,7 +26,7 @@ def norms(tree: Any, specs: Any, mesh: dict[str, int], *orders: float, simulate:
 
 @pytest.mark.parametrize("mesh", (dict(tp=4), dict(tp=1), dict(tp=2, dp=2)), ids=str)
 def test_replicated_leaves_count_once(mesh: dict[str, int]) -> None:
-    """C01: 1 on 4 of the 8 entries of a split leaf, [2, 2, 2] on a whole one: 4.0, not 7.211; clipped, the second is 0.5."""
+    """C01: 1 on 4 of 8 entries of a split leaf, [2, 2, 2] on a whole one: 4.0, not 7.211; clipped, the second is .5."""
     grads = {"w": torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0], dtype=F64), "b": torch.full((3,), 2.0, dtype=F64)}
     specs = {"w": "n/tp", "b": "n"}
     assert norms(grads, specs, mesh, 2) == [4.0]
@@ -61,7 +61,15 @@ def total(p: Any, b: Any) -> sl.Mean:
 @pytest.mark.parametrize("ranks", (1, 2, 4, 5))
 def test_short_and_empty_shards(ranks: int) -> None:
     """C04: [3, -7, 5] over 4 ranks, the last of them empty."""
-    found = norms({"g": torch.tensor([3.0, -7.0, 5.0], dtype=F64), "e": torch.ones(0, dtype=F64)}, "n/dp", dict(dp=ranks), 1, 2, 3, math.inf)
+    found = norms(
+        {"g": torch.tensor([3.0, -7.0, 5.0], dtype=F64), "e": torch.ones(0, dtype=F64)},
+        "n/dp",
+        dict(dp=ranks),
+        1,
+        2,
+        3,
+        math.inf,
+    )
     wanted = [15, math.sqrt(83), (27 + 343 + 125) ** (1 / 3), 7]
     assert found == pytest.approx(wanted, rel=1e-14)
 
@@ -100,7 +108,9 @@ def test_one_sum_for_each_set_of_axes_on_every_rank() -> None:
         return norm
 
     with sl.make_mesh(dp=2, tp=2, simulate=True):
-        assert sl.gather(sl.shard_map(body, in_specs=None, out_specs="")(sl.shard(grads, specs))) == pytest.approx(math.sqrt(25))
+        assert sl.gather(sl.shard_map(body, in_specs=None, out_specs="")(sl.shard(grads, specs))) == pytest.approx(
+            math.sqrt(25)
+        )
     assert len(seen) == 5 and all(s == {"dp=2,tp=2/dp": 1, "dp=2,tp=2/dp,tp": 1} for s in seen)
 
 
@@ -117,7 +127,10 @@ def test_a_nan_on_any_rank_of_gloo_shows() -> None:
     """gloo's maximum loses a NaN that is not on the first rank."""
 
     def body() -> list[list[float]]:
-        return [norms(torch.eye(2, dtype=F64)[i] * math.nan, "n/dp", dict(dp=2), 2, math.inf, simulate=False) for i in range(2)]
+        return [
+            norms(torch.eye(2, dtype=F64)[i] * math.nan, "n/dp", dict(dp=2), 2, math.inf, simulate=False)
+            for i in range(2)
+        ]
 
     for found in on_ranks(2, body):
         assert all(math.isnan(x) for pair in found for x in pair)
@@ -127,9 +140,11 @@ def test_pending_leaves_and_values_without_a_spec() -> None:
     def body(x: Tensor, w: Tensor) -> Any:
         (w,) = entering([w], ("dp",))
         g = sl.grad(lambda w: sl.psum(w.sum() * x.sum(), "dp"))(w)
-        with pytest.raises(sl.SpecError, match=r"global_norm: `a` \(`n \+dp`\) still waits for a sum over `dp`: reshard it first"):
+        with pytest.raises(
+            sl.SpecError, match=r"global_norm: `a` \(`n \+dp`\) still waits for a sum over `dp`: reshard it first"
+        ):
             sl.global_norm({"a": g})
-        with pytest.raises(sl.SpecError, match="global_norm: `b`: .* is not a leaf that entered here"):
+        with pytest.raises(sl.SpecError, match=r"global_norm: `b`: .* is not a leaf that entered here"):
             sl.global_norm({"b": x * 2})
         return x
 

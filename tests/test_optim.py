@@ -48,7 +48,9 @@ def test_optimizers_are_those_of_optax(name, axes, stage):
     ours, clip = optimizer(name)
     batch_specs = {"rows": "batch/dp", "values": WHOLE}
     with sl.make_mesh(dp=axes[0], tp=axes[1], simulate=True):
-        step = sl.jit(sl.step(loss, ours, layout=sl.zero(SPECS, stage=stage), clip=clip, accumulate=2), donate_argnums=0)
+        step = sl.jit(
+            sl.step(loss, ours, layout=sl.zero(SPECS, stage=stage), clip=clip, accumulate=2), donate_argnums=0
+        )
         state = step.init(sl.shard(golden(GOLDEN["initial_params"]), SPECS))
         for t, g in enumerate(GOLDEN["grads"], 1):
             batch = {"rows": torch.tensor([0.5, 1.0, 0.25, 2.25], dtype=F64), "values": golden(g)}
@@ -63,7 +65,9 @@ def test_optimizers_are_those_of_optax(name, axes, stage):
 def test_warmup_cosine_is_that_of_optax():
     said = GOLDEN["schedules"]["warmup_cosine_decay"]
     h = said["hyper"]
-    rate = optim.warmup_cosine(h["peak_value"], warmup=h["warmup_steps"], steps=h["decay_steps"], start=h["init_value"], end=h["end_value"])
+    rate = optim.warmup_cosine(
+        h["peak_value"], warmup=h["warmup_steps"], steps=h["decay_steps"], start=h["init_value"], end=h["end_value"]
+    )
     found = torch.stack([rate(torch.tensor(t)) for t in range(len(said["values"]))])
     assert torch.allclose(found, torch.tensor(said["values"], dtype=F64), rtol=0, atol=1e-14)
     assert optim.warmup_cosine(1.0, warmup=0, steps=4)(torch.tensor(0)).item() == 1.0
@@ -84,7 +88,9 @@ def test_the_first_update_uses_the_rate_of_count_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("ours", [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(0.1, weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "ours", [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(0.1, weight_decay=0.1)]
+)
 def test_state_keeps_its_dtypes(ours, dtype):
     """0-d leaves included: two 0-d tensors promote to the wider dtype."""
 
@@ -93,7 +99,11 @@ def test_state_keeps_its_dtypes(ours, dtype):
 
     with sl.make_mesh(dp=2, simulate=True):
         step = sl.step(total, ours)
-        old = step.init(sl.shard({"zero": torch.ones((), dtype=dtype), "two": torch.ones(2, 2, dtype=dtype)}, {"zero": "", "two": "a b"}))
+        old = step.init(
+            sl.shard(
+                {"zero": torch.ones((), dtype=dtype), "two": torch.ones(2, 2, dtype=dtype)}, {"zero": "", "two": "a b"}
+            )
+        )
         new, _ = step(old, sl.shard(torch.ones(2), "batch/dp"))
         assert [x.dtype for x in tree.leaves(new)] == [x.dtype for x in tree.leaves(old)]
         assert new.params["zero"].dtype == dtype

@@ -355,6 +355,8 @@ def test_init_of_every_kind():
     with mesh(a=2, b=3):
         shape = sl.abstract(Kinds, {"m": 5, "n": 4, "big": 400, "heads": 8, "eps": 0.1})
         assert shape.counted.shape == (5, 4) and str(shape.counted.spec) == "m/a n/b" and shape.eps == 0.1
+        assert sl.local(shape, rank=5).counted.shape == (2, 0)
+        assert sl.gather(sl.reshard(shape, "...")).counted.shape == (5, 4)
         made = sl.abstract(
             lambda: sl.init(Kinds, sizes={"m": 5, "n": 4, "big": 10**12, "heads": 8}, key=sl.random.key(0))
         )
@@ -439,3 +441,17 @@ def test_on_real_ranks(axes):
     with mesh(**axes):
         simulated = sl.shard(w, "m/a n/b")
         assert all(same(simulated.local(r), found[r][0]["w"]) for r in range(n))
+
+
+def test_default_init_has_variance_one_over_fan_in() -> None:
+    @sl.pytree
+    class Weights:
+        two: Tensor = sl.spec("model hidden")
+        more: Tensor = sl.spec("3 model heads head")
+        said: Tensor = sl.spec("heads head model", matrix="heads head -> model")
+
+    w = sl.init(Weights, sizes=dict(model=64, hidden=96, heads=8, head=16), key=sl.random.key(0), mesh=mesh(a=2))
+    for leaf, fan_in in ((w.two, 64), (w.more, 64), (w.said, 128)):
+        assert abs(leaf.shards[0].std().item() * fan_in**0.5 - 1) < 0.05
+    with pytest.raises(sl.SpecError, match="must name every dimension once"):
+        sl.spec("heads head model", matrix="heads -> model")

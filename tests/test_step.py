@@ -1,4 +1,4 @@
-"""The train step: averages, norms, clipping, micro-batches, errors, metrics. Names C.. are cases with known right values."""
+"""The train step: averages, norms, clipping, micro-batches, errors, metrics. C.. are cases with known right values."""
 
 import re
 from collections.abc import Callable
@@ -26,9 +26,14 @@ def f64(*values: Any) -> Tensor:
 
 
 def updated(
-    m: sl.Mesh, loss: Callable[..., Any], params: Any, batch: Any, optimizer: sl.optim.Optimizer | None = None, **options: Any
+    m: sl.Mesh,
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    optimizer: sl.optim.Optimizer | None = None,
+    **options: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Parameters and metrics after one step (SGD of rate 1 by default); `params` and `batch` map names to (tensor, spec)."""
+    """Parameters and metrics after one step, SGD of rate 1 by default; `params` and `batch`: name -> (tensor, spec)."""
     with m:
         step = sl.step(loss, optimizer or sl.optim.sgd(1.0), **options)
         state, metrics = step(step.init(entered(params)), entered(batch))
@@ -71,7 +76,9 @@ def ones(p: dict[str, Tensor], batch: dict[str, Tensor]) -> sl.Mean:
 
 
 def of_ones(m: sl.Mesh) -> dict[str, float]:
-    _, metrics = updated(m, ones, {"w": (torch.ones(16, dtype=F64), "n/dp")}, {"x": (torch.ones(4, 16, dtype=F64), "batch/dp n")})
+    _, metrics = updated(
+        m, ones, {"w": (torch.ones(16, dtype=F64), "n/dp")}, {"x": (torch.ones(4, 16, dtype=F64), "batch/dp n")}
+    )
     assert all(type(x) is Tensor and x.dim() == 0 for x in metrics.values())
     return {k: x.item() for k, x in metrics.items()}
 
@@ -92,7 +99,9 @@ def test_c04_norms_with_an_empty_shard(ord, value):
         found = sl.jit(sl.shard_map(norm, in_specs=None, out_specs=""))
         assert sl.gather(found(leaves)).item() == pytest.approx(value, rel=1e-15)
         assert len(found.lower(leaves).collectives()) == 1  # the one program of all ranks
-        assert sl.gather(sl.shard_map(norm, in_specs=None, out_specs="")(leaves)).item() == pytest.approx(value, rel=1e-15)
+        assert sl.gather(sl.shard_map(norm, in_specs=None, out_specs="")(leaves)).item() == pytest.approx(
+            value, rel=1e-15
+        )
         assert sl.gather(sl.shard_map(norm, in_specs=None, out_specs="")({})).item() == 0
 
 
@@ -109,13 +118,21 @@ def test_c06_every_token_counts_once(axes, count):
     weight = f64([1, 0, 0], [1, 1, 1])
     batch = {"x": (x, "batch/dp seq/cp"), "weight": (weight, "batch/dp seq/cp")}
     new, metrics = updated(mesh(dp=axes[0], cp=axes[1]), scaled, {"w": (f64(1)[0], "")}, batch, accumulate=count)
-    assert (metrics["loss"].item(), metrics["tokens"].item(), new["w"].item()) == (1.0, 4.0, 0.0)  # a mean of means: 2.0
+    assert (metrics["loss"].item(), metrics["tokens"].item(), new["w"].item()) == (
+        1.0,
+        4.0,
+        0.0,
+    )  # a mean of means: 2.0
 
 
 @pytest.mark.parametrize("rows", [[[0, 0, 0], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]])
 @pytest.mark.parametrize("count", [1, 2])
 def test_ranks_and_batches_without_tokens(rows, count):
-    m, x, weight = mesh(dp=2, cp=1), f64([4, 7, 9], [1, 2, 3]).repeat_interleave(count, 0), f64(*rows).repeat_interleave(count, 0)
+    m, x, weight = (
+        mesh(dp=2, cp=1),
+        f64([4, 7, 9], [1, 2, 3]).repeat_interleave(count, 0),
+        f64(*rows).repeat_interleave(count, 0),
+    )
     batch = {"x": (x, "batch/dp seq/cp"), "weight": (weight, "batch/dp seq/cp")}
     new, metrics = updated(m, scaled, {"w": (f64(1)[0], "")}, batch, accumulate=count)
     assert metrics["loss"].item() == metrics["grad_norm"].item() == (2.0 if weight.any() else 0.0)
@@ -135,7 +152,9 @@ def test_c09_the_last_microbatch_is_reduced_too(options):
 def test_terms_have_weights_of_their_own():
     def loss(p, batch):
         w = p["w"]
-        return sl.Mean.of("batch/dp", w * batch["x"], batch["weight"]) + 0.5 * sl.Mean.of("batch/dp", w * w * batch["x"])
+        return sl.Mean.of("batch/dp", w * batch["x"], batch["weight"]) + 0.5 * sl.Mean.of(
+            "batch/dp", w * w * batch["x"]
+        )
 
     batch = {"x": (f64(1, 2, 3, 6), "batch/dp"), "weight": (f64(0, 1, 0, 3), "batch/dp")}
     for count in (1, 2):
@@ -160,7 +179,9 @@ def test_c33_what_decays_is_decided_by_global_shape(stage, stacked):
     if stacked:
         w, specs = tree.map_(lambda x: x.expand(3, *x.shape), w), sl.stack(specs, "layers")
     with mesh(dp=4):
-        step = sl.step(loss, sl.optim.adamw(0.1, weight_decay=0.5, mask=sl.optim.matrices), layout=sl.zero(specs, stage=stage))
+        step = sl.step(
+            loss, sl.optim.adamw(0.1, weight_decay=0.5, mask=sl.optim.matrices), layout=sl.zero(specs, stage=stage)
+        )
         state, _ = step(step.init(sl.shard(w, specs)), {"x": sl.shard(torch.arange(4.0, dtype=F64), "batch/dp")})
         new = sl.gather(state.params)
     assert torch.equal(new["w"], 0.95 * w["w"])
@@ -188,11 +209,16 @@ def test_init_leaves_what_it_is_given(stage):
             w, v = sl.gather((p["w"], p["v"]), "dp")
             return sl.Mean.of("batch/dp", batch * (w.square().sum() + v.square().sum()))
 
-        step = sl.jit(sl.step(loss, sl.optim.adamw(0.1, weight_decay=0.1), layout=sl.zero(specs, stage=stage)), donate_argnums=0)
+        step = sl.jit(
+            sl.step(loss, sl.optim.adamw(0.1, weight_decay=0.1), layout=sl.zero(specs, stage=stage)), donate_argnums=0
+        )
         state = step.init(given)
         assert state.step.item() == state.opt.count.item() == 0
         assert all(not x.any() for x in tree.leaves(sl.gather((state.opt.mu, state.opt.nu))))
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(sl.gather(state.params)), tree.leaves(sl.gather(given)), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(tree.leaves(sl.gather(state.params)), tree.leaves(sl.gather(given)), strict=True)
+        )
         for _ in range(2):
             state, _ = step(state, sl.shard(torch.ones(2), "batch/dp"))
         after = [s for x in tree.leaves(given) for s in x.shards]
@@ -205,7 +231,11 @@ def test_sixteen_bit_parameters_have_masters():
         w, v = p["w"], p["v"]
         return sl.Mean.of("batch/dp", batch["x"] * w.float()) + sl.Mean.of("batch/dp", batch["x"].bfloat16() * v)
 
-    for optimizer in (sl.optim.sgd(2.0**-10), sl.optim.sgd(2.0**-10, momentum=1e-30), sl.optim.adamw(2.0**-10, eps=0.0)):
+    for optimizer in (
+        sl.optim.sgd(2.0**-10),
+        sl.optim.sgd(2.0**-10, momentum=1e-30),
+        sl.optim.adamw(2.0**-10, eps=0.0),
+    ):
         with mesh(dp=2):
             step = sl.step(loss, optimizer)
             params = {"w": (torch.ones((), dtype=torch.bfloat16), ""), "v": (torch.ones((), dtype=torch.bfloat16), "")}
@@ -270,7 +300,9 @@ def test_micro_batches_need_a_named_dimension():
         step = sl.step(loss, sl.optim.sgd(1.0), accumulate=2)
         state = step.init(entered(W))
         for batch in (f64(1, 2), sl.shard(f64(1, 2), "...")):
-            with pytest.raises(sl.SpecError, match=r"cut along the first named dimension.*sl.shard\(batch, 'batch/dp ...'\)"):
+            with pytest.raises(
+                sl.SpecError, match=r"cut along the first named dimension.*sl.shard\(batch, 'batch/dp ...'\)"
+            ):
                 step(state, batch)
 
 
@@ -281,7 +313,7 @@ def losses() -> dict[str, tuple[Callable[..., Any], str]]:
     return {
         "varying": (lambda p, b: (p["w"] * b["x"]).sum(), "the total of the loss is .* varying over dp"),
         "replicated": (lambda p, b: sl.pvary(p["w"], "dp"), "the total of the loss is .* replicated over dp"),
-        "a varying weight": (lambda p, b: sl.Mean(p["w"], b["x"].sum()), "the weight of the loss is .* varying over dp"),
+        "a varying weight": (lambda p, b: sl.Mean(p["w"], b["x"].sum()), "weight of the loss is .* varying over dp"),
         "not a scalar": (lambda p, b: p["w"] * b["x"], r"found a tensor of shape \(2,\)"),
         "a number": (lambda p, b: 1.0, "a loss returns a Mean, .* found float"),
         "nothing": (lambda p, b: None, "a loss returns a Mean, .* found NoneType"),
@@ -307,7 +339,10 @@ def test_losses_that_are_refused(what, jit):
             step(step.init(entered(W)), entered(BATCH))
 
 
-@pytest.mark.parametrize("loss", [lambda p, b: linear(p, b), lambda p, b: linear(p, b).value, lambda p, b: sl.pmean((p["w"] * b["x"]).mean(), "dp")])
+@pytest.mark.parametrize(
+    "loss",
+    [lambda p, b: linear(p, b), lambda p, b: linear(p, b).value, lambda p, b: sl.pmean((p["w"] * b["x"]).mean(), "dp")],
+)
 def test_means_and_scalars_are_losses(loss):
     new, metrics = updated(mesh(dp=2), loss, W, BATCH)
     assert metrics["loss"].item() == 3.0 and new["w"].item() == -2.0
@@ -317,14 +352,14 @@ def test_the_layout_must_fit():
     layout = sl.zero({"v": "n"}, stage=1)
     with mesh(dp=2):
         step = sl.step(linear, sl.optim.sgd(1.0), layout=layout)
-        with pytest.raises(sl.TreeError, match="layout.compute does not match the tree"):
+        with pytest.raises(sl.TreeError, match=r"layout\.compute does not match the tree"):
             step.init(entered(W))
         with pytest.raises(sl.SpecError, match="names 1 dimension"):
             sl.step(linear, sl.optim.sgd(1.0), layout=sl.zero({"w": "n"}, stage=1)).init(entered(W))
 
 
 def test_integer_parameters_have_no_gradient():
-    with pytest.raises(sl.SpecError, match="`n` is torch.int64; only floating-point tensors have gradients"):
+    with pytest.raises(sl.SpecError, match=r"`n` is torch\.int64; only floating-point tensors have gradients"):
         updated(mesh(dp=2), linear, W | {"n": (torch.tensor(3), "")}, BATCH)
 
 
@@ -358,6 +393,36 @@ def test_own_metrics_and_extra(count, jit):
         assert sl.gather(state.extra)["seen"].item() == 124 and state.step.item() == 2
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_extra_may_be_split(jit):
+    def loss(p, batch, extra):
+        return linear(p, batch), sl.Aux(extra=extra * 0.5 + sl.psum(batch["x"].sum(), "dp"))
+
+    with mesh(dp=2, tp=2):
+        step = sl.step(loss, sl.optim.sgd(1.0), accumulate=2)
+        step = sl.jit(step) if jit else step
+        state = step.init(entered(W), extra=sl.shard(f64(0, 8), "n/tp"))
+        state, _ = step(state, entered(BATCH))  # micro-batches add 1 + 3 and 2 + 6
+        assert str(state.extra.spec) == "n/tp" and torch.equal(sl.gather(state.extra), f64(10, 12))
+        assert not jit or list(step.traces[0].program) == ["step", "microbatch"]
+
+
+def test_extra_keeps_its_structure():
+    def loss(p, batch, extra):
+        return linear(p, batch), sl.Aux(extra=batch["x"].sum() if extra is None else extra.float())
+
+    for extra, said in ((None, "the state that the loss returns"), (f64(1), r"the loss made `` of its state f32\[1\]")):
+        with mesh(dp=1), pytest.raises(sl.ShardError, match=said):
+            step = sl.step(loss, sl.optim.sgd(1.0))
+            step(step.init(entered(W), extra=None if extra is None else sl.shard(extra, "n")), entered(BATCH))
+
+
+def test_batches_are_tensors():
+    with mesh(dp=1), pytest.raises(sl.SpecError, match=r"step: `batch.how` is str; state and batch are tensors"):
+        step = sl.step(linear, sl.optim.sgd(1.0))
+        step(step.init(entered(W)), entered(BATCH) | {"how": "x"})
+
+
 def test_the_key_of_a_step():
     def loss(p, batch, key):
         return linear(p, batch), sl.Aux(metrics={"bits": sl.random.bits(key, ()).double()})
@@ -383,7 +448,11 @@ def test_evaluate_adds_up_over_batches():
 
     with mesh(dp=2):
         valid, params = sl.evaluate(loss), entered(W)
-        batches = [{"x": (f64(1, 2), "batch/dp"), "weight": (f64(1, 0), "batch/dp")}, {"x": (f64(3, 6), "batch/dp"), "weight": (f64(1, 2), "batch/dp")}]
+        batches = [
+            {"x": (f64(1, 2), "batch/dp"), "weight": (f64(1, 0), "batch/dp")},
+            {"x": (f64(3, 6), "batch/dp"), "weight": (f64(1, 2), "batch/dp")},
+        ]
         found = [valid(params, entered(b)) for b in batches]
-        assert sum(m for m, _ in found).value.item() == 4.0
+        total: Any = sum(m for m, _ in found)
+        assert total.value.item() == 4.0
         assert [x["largest"].item() for _, x in found] == [2.0, 6.0]

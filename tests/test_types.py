@@ -92,7 +92,13 @@ def test_flow_alone() -> None:
     with flowing(MESH) as here:
         i, v = here.set_type(torch.ones(3), "II"), here.set_type(torch.ones(3), "IV")
         r = here.set_type(torch.ones(3), "RI")
-        assert [here.type_of(y) for y in (i + i, i + v, r + v, i * 2, torch.stack([i, r]))] == ["II", "IV", "RV", "II", "RI"]
+        assert [here.type_of(y) for y in (i + i, i + v, r + v, i * 2, torch.stack([i, r]))] == [
+            "II",
+            "IV",
+            "RV",
+            "II",
+            "RI",
+        ]
         out = torch.empty(3)
         torch.add(i, v, out=out)
         assert here.type_of(out) == "IV"
@@ -107,7 +113,12 @@ def test_flow_alone() -> None:
 def test_a_region_ends_with_its_function() -> None:
     with per_device(MESH):
         assert types.inside()
-        with pytest.raises(sl.SpecError, match="a per-device function is already running: shard_map and step do not nest"), per_device(MESH):
+        with (
+            pytest.raises(
+                sl.SpecError, match="a per-device function is already running: shard_map and step do not nest"
+            ),
+            per_device(MESH),
+        ):
             pass
         seen: list[Any] = []
         thread = threading.Thread(target=lambda: seen.append(types.inside()))
@@ -176,7 +187,10 @@ def test_padded_leaves_are_stored_not_computed_with() -> None:
             return sl.gather(sl.shard_map(body, in_specs=None, out_specs=None)(sl.shard(torch.arange(3.0), "n/dp")))
 
     for body in (lambda x: x + 1, lambda x: x.sum(), lambda x: sl.psum(x, "dp"), lambda x: x[0]):
-        with pytest.raises(sl.SpecError, match="on a leaf that does not divide over its axes .*`n/dp` of global shape .3,.*padded to f32.2. here"):
+        with pytest.raises(
+            sl.SpecError,
+            match=r"on a leaf that does not divide over its axes .*`n/dp` of global shape .3,.*padded to f32.2. here",
+        ):
             run(body)
     assert torch.equal(run(lambda x: x.clone().detach()), torch.arange(3.0))
     assert torch.equal(run(lambda x: torch.zeros_like(x)), torch.zeros(3))
@@ -198,7 +212,7 @@ def test_backward_runs_in_this_thread() -> None:
 
 def test_private_parts_of_torch() -> None:
     """What types.py, flow.py, insert.py and collectives.py use beyond torch's public interface."""
-    from torch._C import _functorch, _len_torch_function_stack  # noqa: F401
+    from torch._C import _functorch, _len_torch_function_stack  # type: ignore[attr-defined]  # noqa: F401
     from torch.autograd import forward_ad
     from torch.overrides import _pop_mode, _push_mode  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Layouts and what they cost: spec trees of every ZeRO stage, collectives and bytes of the traced step, state per rank."""
+"""Layouts and what they cost: spec trees of every ZeRO stage, collectives and bytes of a step, state per rank."""
 
 from collections import Counter
 from functools import cache
@@ -49,7 +49,11 @@ def test_a_group_cuts_with_the_axes_that_a_leaf_does_not_use():
     specs = {"w": "experts/ep m n", "v": "m/dp n", "u": "m n"}
     shapes = {"w": (2, 8, 3), "v": (8, 3), "u": (3, 8)}
     m = mesh(dp=dict(rep=2, ep=2), tp=2)
-    assert resolved(sl.zero(specs, "dp", 3), m, shapes)["opt"] == {"w": "experts/ep m/rep n", "v": "m/rep/ep n", "u": "m n/rep/ep"}
+    assert resolved(sl.zero(specs, "dp", 3), m, shapes)["opt"] == {
+        "w": "experts/ep m/rep n",
+        "v": "m/rep/ep n",
+        "u": "m n/rep/ep",
+    }
     assert resolved(sl.zero(specs, "dp", 1), m, shapes) == {
         "compute": {"w": "experts/ep m n", "v": "m n", "u": "m n"},
         "params": {"w": "experts/ep m n", "v": "m n", "u": "m n"},
@@ -65,7 +69,10 @@ def test_a_stacked_leaf_is_not_cut_along_its_layers():
         assert str(layout.params["w"]) == "layers m/dp" and layout.params["w"].stacked == 1
 
 
-@pytest.mark.parametrize("options, said", [({"stage": 4}, "stage is 0, 1, 2 or 3"), ({"stage": 2, "reduce": "later"}, "reduce is 'microbatch' or 'step'")])
+@pytest.mark.parametrize(
+    "options, said",
+    [({"stage": 4}, "stage is 0, 1, 2 or 3"), ({"stage": 2, "reduce": "later"}, "reduce is 'microbatch' or 'step'")],
+)
 def test_wrong_options(options, said):
     with pytest.raises(sl.SpecError, match=said):
         sl.zero(SPECS, **options)
@@ -87,7 +94,9 @@ def loss(p: Any, batch: Tensor) -> sl.Mean:
     return sl.token_loss("batch/dp vocab, batch/dp", x @ embed.T, batch)
 
 
-def started(stage: int, ranks: int = 2, optimizer: Any = None, count: int = 1, reduce: str = "microbatch", f: Any = loss) -> Any:
+def started(
+    stage: int, ranks: int = 2, optimizer: Any = None, count: int = 1, reduce: str = "microbatch", f: Any = loss
+) -> Any:
     """A step on the current mesh, its first state and a batch."""
     g = torch.Generator().manual_seed(0)
     params = tree.map_(lambda spec: torch.randn([SIZE] * len(spec.split()), generator=g, dtype=F64), MODEL)
@@ -122,7 +131,10 @@ def test_every_leaf_is_reduced_once(stage, options, count):
         assert found == {("step", "psum"): LEAVES}
     elif stage < 3:
         where = micro if stage == 2 and not options else "step"
-        assert found == {(where, "psum_scatter"): LEAVES * (count if where == "microbatch" else 1), ("step", "all_gather"): LEAVES}
+        assert found == {
+            (where, "psum_scatter"): LEAVES * (count if where == "microbatch" else 1),
+            ("step", "all_gather"): LEAVES,
+        }
     else:
         assert found == {(micro, "psum_scatter"): LEAVES * count, (micro, "all_gather"): LEAVES * count}
 
@@ -166,5 +178,9 @@ def test_remat_gathers_again():
 
 def test_collectives_are_named_by_their_leaves():
     found = lowered(3, 1, 2)
-    assert [c.name for c in found if c.op == "all_gather"][:3] == ["0.params.embed", "0.params.layers.0.scale", "0.params.layers.1.scale"]
+    assert [c.name for c in found if c.op == "all_gather"][:3] == [
+        "0.params.embed",
+        "0.params.layers.0.scale",
+        "0.params.layers.1.scale",
+    ]
     assert {c.dtype for c in found} == {F64} and {c.graph for c in found} == {"step"}

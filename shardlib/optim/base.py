@@ -13,7 +13,7 @@ from shardlib.types import inside
 
 
 class Optimizer(NamedTuple):
-    """`init(params) -> state`, `update(grads, state, params) -> (updates, state)`; the new parameters are params + updates.
+    """`init(params) -> state`, `update(grads, state, params) -> (updates, state)`; new parameters: params + updates.
 
     Both run inside a per-device function, on the shards that the layout gives the optimizer.
     """
@@ -58,7 +58,7 @@ def needs_master(p: Tensor) -> bool:
 
 def learning_rate(state: Any) -> Tensor | None:
     """The rate that the last update used, from an optimizer's state; None where the optimizer has none."""
-    found = [x for p, x in zip(tree.paths(state), tree.leaves(state)) if p.split(".")[-1] == "lr"]
+    found = [x for p, x in zip(tree.paths(state), tree.leaves(state), strict=True) if p.split(".")[-1] == "lr"]
     return found[0] if found else None
 
 

@@ -22,7 +22,7 @@ class SgdState:
 
 
 def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Optimizer:
-    """SGD: `-lr v` with `v = g + momentum v` (no dampening), nesterov `-lr (g + momentum v)`; as torch.optim and optax."""
+    """SGD: `-lr v` with `v = g + momentum v`, no dampening; nesterov: `-lr (g + momentum v)`. As torch and optax."""
     rate = as_schedule(lr)
 
     def init(params: Any) -> SgdState:

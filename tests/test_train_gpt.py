@@ -1,0 +1,112 @@
+"""The example that `make demo` runs: what it prints and writes, and that one run may go on as another."""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = "--size tiny --layers 1 --batch 4 --steps 4 --save-every 2 --eval-every 2 --log-every 3 --sample 3".split()
+FOUR_RANKS = ["--simulate", "--mesh", "dp=2,tp=2"]
+
+
+def train(out: Path, *options: str) -> dict:
+    """Run in this process; the JSON object of the last line."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train_gpt.main([*OPTIONS, "--out", str(out), *options])
+    return json.loads(said.getvalue().splitlines()[-1])
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [r["loss"] if "loss" in r else r["val_loss"] for r in records(out)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupted: its folder, and the JSON object."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, train(out, "--dtype", "float64", "--zero", "2", *FOUR_RANKS)
+
+
+@pytest.fixture
+def interrupted(whole, tmp_path):
+    """The folder of the same run, had it stopped after step 3."""
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:4]))
+    return tmp_path
+
+
+def test_last_line_is_the_result(whole):
+    _, result = whole
+    assert {k: result[k] for k in ("mesh", "zero", "dtype", "backend", "steps")} == dict(
+        mesh="dp=2,tp=2", zero=2, dtype="float64", backend="graph", steps=4
+    )
+    assert result["bigram_loss"] == pytest.approx(3.637, abs=1e-3)
+    assert result["bigram_bpb"] == pytest.approx(2.778, abs=1e-3)
+    assert result["val_bpb"] / result["val_loss"] == pytest.approx(result["bigram_bpb"] / result["bigram_loss"])
+    assert 5 < result["val_loss"] < 7
+    assert result["tokens_per_s"] > 0 and result["seconds"] > 0
+
+
+def test_notes_every_step_and_plots(whole):
+    out, result = whole
+    assert [(r["step"], "val_loss" in r) for r in records(out)] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    assert losses(out)[-1] == result["val_loss"] < losses(out)[2]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_equals_the_run_that_was_not_interrupted(whole, interrupted):
+    result = train(interrupted, "--dtype", "float64", "--zero", "2", "--resume", *FOUR_RANKS)
+    assert records(interrupted) == records(whole[0])
+    assert result["val_loss"] == whole[1]["val_loss"]
+
+
+@pytest.mark.slow
+def test_two_processes_resume_what_four_simulated_ranks_began(whole, interrupted):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples" / "train_gpt.py"), *OPTIONS, "--out", str(interrupted)]
+    options = ["--dtype", "float64", "--zero", "3", "--resume", "--mesh", "dp=2,tp=-1"]
+    done = subprocess.run([*launch, *script, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["mesh"], result["zero"]) == ("dp=2,tp=1", 3)
+    assert losses(interrupted) == pytest.approx(losses(whole[0]), abs=1e-9)
+
+
+def test_one_rank_eager_and_accumulating_has_the_same_curve(whole, tmp_path):
+    result = train(tmp_path, "--dtype", "float64", "--backend", "eager", "--zero", "0", "--accumulate", "2")
+    assert result["mesh"] == "dp=1,tp=1"
+    assert losses(tmp_path) == pytest.approx(losses(whole[0]), abs=1e-9)
+
+
+def test_bfloat16(whole, tmp_path):
+    train(tmp_path, "--dtype", "bfloat16", "--backend", "eager")
+    assert losses(tmp_path) == pytest.approx(losses(whole[0]), abs=0.5)
+    assert torch.isfinite(torch.tensor(losses(tmp_path))).all()
+
+
+@pytest.mark.slow
+def test_every_way_to_run_gives_one_curve():
+    command = [sys.executable, "-m", "benchmarks.equivalence", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["ok"] and result["largest"] <= 1e-7
+    assert len(result["differences"]) == 4
