@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from shardlib import tree
 
 SIZES = dict(vocab=8192, model=256, layers=6, heads=4, head=64, hidden=1024)
 SEQ, ROWS = 256, 4
@@ -68,7 +69,8 @@ def block(w: Block, x: Tensor, b: Batch) -> Tensor:
     o = sl.einsum("batch/dp heads/tp seq head, heads/tp head model -> batch/dp seq model +tp", o, w.w_o)
     x = x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
     h = F.rms_norm(x, x.shape[-1:], w.norm2, EPS)
-    gate, up = (sl.einsum("batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp", h, m) for m in (w.w_gate, w.w_up))
+    into = "batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp"
+    gate, up = sl.einsum(into, h, w.w_gate), sl.einsum(into, h, w.w_up)
     o = sl.einsum("batch/dp seq hidden/tp, hidden/tp model -> batch/dp seq model +tp", F.silu(gate) * up, w.w_down)
     return x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
 
@@ -88,7 +90,7 @@ def loss(w: Gpt, b: Batch) -> sl.Mean:
 
 
 def plain_loss(flat: tuple[Tensor, ...], b: Batch) -> Tensor:
-    w: Gpt = sl.tree.unflatten(STRUCTURE[0], flat)
+    w: Gpt = tree.unflatten(STRUCTURE[0], flat)
     at = torch.where((b.tokens >= 0) & (b.tokens < w.embed.shape[0]), b.tokens, 0)
     found = F.embedding(at, w.embed)
     x = torch.where((b.tokens >= 0).unsqueeze(-1), found, torch.zeros(()))
@@ -158,10 +160,10 @@ def main() -> None:
     runs: dict[str, Callable[[], Tensor]] = {}
     with sl.make_mesh(dp=1, tp=1, simulate=True):
         params = sl.init(Gpt, sizes=SIZES, key=sl.random.key(0))
-        flat, structure = sl.tree.flatten(sl.gather(params))
+        flat, structure = tree.flatten(sl.gather(params))
         STRUCTURE.append(structure)
         held: dict[str, Any] = {
-            "plain": (tuple(flat), tuple(map(torch.zeros_like, flat)), tuple(map(torch.zeros_like, flat)), torch.zeros(())),
+            "plain": (tuple(flat), *(tuple(map(torch.zeros_like, flat)) for _ in range(2)), torch.zeros(())),
             "jit": step.init(params),
             "eager": step.init(params),
         }
@@ -194,7 +196,8 @@ def main() -> None:
     for name in runs:
         print(f"{name:8}{statistics.median(seconds[name]):9.3f}{ratios[name]:8.3f}{extra[name]:8.1f}")
     if args.json:
-        print(json.dumps({"ops": ops, "seconds": {n: statistics.median(s) for n, s in seconds.items()}, "ratio": ratios}))
+        medians = {name: statistics.median(s) for name, s in seconds.items()}
+        print(json.dumps({"ops": ops, "seconds": medians, "ratio": ratios}))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             batch = gpt.Batch(**text.batch_at(data.train, done - 1, seed=args.seed, **shape))
             state, metrics = train(state, sl.shard(batch))
             journal.step(done, metrics)
-            if done % args.eval_every == 0 and done < args.steps:
+            if args.eval_every and done % args.eval_every == 0 and done < args.steps:
                 journal.pause()
                 journal.validation(done, validation_loss(state.params))
             if args.save_every and done % args.save_every == 0:
@@ -117,7 +117,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab", type=int, default=512, help="tokens of the byte-pair encoding, from 256")
     add("--batch", type=int, default=24, help="sequences per step, over all ranks and micro-batches")
     add("--accumulate", type=int, default=1, help="micro-batches per step")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=250)
     add("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="of weights and activations")
     add("--backend", default="graph", choices=("graph", "inductor", "eager"))
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the log, the plot and checkpoints")

@@ -51,7 +51,7 @@ class Plan:
 
 
 def same_leaves(what: str, new: Any, old: Any) -> Any:
-    """`new`, every value the leaf that the one in its place in `old` is. State keeps its structure, shapes and dtypes."""
+    """`new`, every value the leaf that the one in its place in `old` is. State keeps its structure and dtypes."""
     here = region()
 
     def same(path: str, x: Tensor, y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from shardlib.types import Leaf, paused, region
 
 @dataclass(frozen=True)
 class Analysis:
-    """A loss on one micro-batch: the axes its total is pending over, its terms' coefficients, the graph of its weights."""
+    """A loss on a micro-batch: the axes its total is pending over, its coefficients, and the graph of its weights."""
 
     axes: tuple[str, ...]
     coefficients: tuple[float, ...]

@@ -49,6 +49,7 @@ def _linear(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], letters: l
         dtype = kwargs.get("dtype")
         return (
             letters[0] == "P"
+            and not any(isinstance(a, torch.dtype) for a in args)  # view(dtype): other bits for the same number
             and not set(letters[1:]) & set("VP")
             and not (name in ("masked_fill", "constant_pad_nd") and (isinstance(number, Tensor) or number != 0))
             and (dtype is None or dtype.is_floating_point or dtype.is_complex)

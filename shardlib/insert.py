@@ -43,7 +43,8 @@ class _Kind(Enum):
 _KINDS = {
     _Kind.ASKS: "size dim numel stride is_floating_point is_complex is_contiguous element_size len "
     "storage_offset data_ptr requires_grad_ untyped_storage ndimension nelement is_same_size result_type hash can_cast "
-    "get_device is_nested is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned is_shared "
+    "get_device is_nested is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned "
+    "is_shared "
     "names is_set_to",
     _Kind.APART: "broadcast_tensors meshgrid expand_as view_as reshape_as type_as",
     _Kind.MAKES: "tensor as_tensor asarray frombuffer",

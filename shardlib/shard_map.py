@@ -1,7 +1,7 @@
 """`shard_map`: a function on global arrays from a function on one rank's tensors.
 
 The first call for each signature runs under fake tensors, so that every error of specs and types comes before anything
-is sent. On a simulated mesh every rank then runs in a thread of its own (simulate.py); under `jit` the function is traced once.
+is sent. On a simulated mesh every rank then runs in a thread of its own; under `jit` the function is traced.
 """
 
 import warnings
@@ -139,8 +139,8 @@ def shard_map(
 
     `in_specs`: a spec, or a tuple of spec trees, one per argument (None: as the arrays are); a spec stands for a whole
     subtree. `out_specs`: the same for the result; None takes the spec each result leaf brought along, invariants whole.
-    Results are `Array`s; what is not a tensor comes back as it is. Raises `SpecError` before anything is sent when specs,
-    shapes or types do not fit. As `jax.shard_map`.
+    Results are `Array`s; what is not a tensor comes back as it is. Raises `SpecError` before anything is sent when
+    specs, shapes or types do not fit. As `jax.shard_map`.
     """
     seen: dict[Any, _Known] = {}
 
@@ -159,7 +159,7 @@ def shard_map(
         shards = [shards_of(x) for x in flat]
         if any(isinstance(s[0], FakeTensor) for s in shards):
             return _wrap([body(*(s[0] for s in shards))], m)
-        key = (treedef, m.name, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves)))
+        key = (treedef, m.name, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves, strict=True)))
         if key not in seen:
             seen[key] = _first_run(body, [s[0] for s in shards], name)
         if m.simulate and m.total > 1:

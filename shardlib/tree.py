@@ -30,7 +30,7 @@ Chooser = str | Sequence[str] | Callable[[str, Any], bool]
 @dataclass(frozen=True)
 class Field:
     """What an annotation says of one leaf: its spec, and how `init` makes it. `levels`: the number of dimensions that
-    each `stack` around it adds, from the outside; `inputs`: the dimensions that the matrix contracts, where it was said."""
+    each `stack` around it adds, from the outside; `inputs`: the dimensions that a matrix contracts, where said."""
 
     spec: Spec
     dtype: torch.dtype | None = None

@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "compared": (lambda x, w, p, k: p > 0, "gt of"),
     "to integers": (lambda x, w, p, k: p.to(torch.int64), "to of .* it is not linear"),
     "type": (lambda x, w, p, k: p.type(torch.int32), "type of"),
+    "seen as integers": (lambda x, w, p, k: p.view(torch.int32), "view of .* it is not linear"),
     "sorted": (lambda x, w, p, k: p.sort(), "sort of"),
     "joined with another": (lambda x, w, p, k: torch.cat([p, x]), f"cat mixes {STILL} with one that does not"),
     "stacked with an invariant": (lambda x, w, p, k: torch.stack([p[0, 0], w]), "stack mixes"),
