@@ -15,7 +15,7 @@ demo: $(STAMP)
 		examples/train_gpt.py --zero 3
 
 test: lint types
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -11,6 +11,7 @@ from shardlib import collectives as c
 from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.analysis import Analysis, analyse, leaf_meta
+from shardlib.array import Array
 from shardlib.autodiff import Aux, GradFn, aux_of, aux_tree
 from shardlib.errors import SpecError
 from shardlib.graph.trace import called
@@ -91,7 +92,8 @@ def planned(
         leaves = [[leaf for leaf in borders(None, t, mesh, "step") if leaf] for t in trees]
         dtypes = [[x.dtype for x in xs] for xs in flat]
         structures = tuple(tree.flatten(t)[1] for t in trees)
-        key = (mesh.name, tuple(mesh.groups.items()), tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
+        where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
+        key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
@@ -216,12 +218,16 @@ def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, me
             "step: micro-batches are cut along the first named dimension of the batch's first leaf, which has none: "
             "sl.shard(batch, 'batch/dp ...')"
         )
-    dim, rows = spec.dims[0], flat[0].shape[0]
-    here = rows // mesh.size(dim.axes)
-    n = accumulate if accumulate is not None else here // max(1, microbatch or 1)
-    if n < 1 or here % n or (microbatch is not None and here != n * microbatch):
-        asked = f"accumulate={accumulate}" if accumulate is not None else f"microbatch={microbatch}"
-        raise SpecError(f"step: {asked} does not fit `{dim}`: {rows} rows, {here} on each rank")
+    dim = spec.dims[0]
+    n, asked = accumulate or 0, f"accumulate={accumulate}"
+    if microbatch is not None:
+        here, asked = flat[0].shape[0] // mesh.size(dim.axes), f"microbatch={microbatch}"
+        n = here // microbatch if microbatch > 0 and here % microbatch == 0 else 0
+    for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
+        for d, rows in zip(leaf.spec.dims, leaf.shape, strict=True) if isinstance(leaf, Array) else ():
+            each, left = divmod(rows, mesh.size(d.axes))
+            if d.name == dim.name and (n < 1 or left or each % n):
+                raise SpecError(f"step: {asked} does not fit `{d}` of `batch.{path}`: {rows} rows, {each} on each rank")
     return dim.name, n
 
 

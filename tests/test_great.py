@@ -322,6 +322,6 @@ def test_processes(kind: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_many(kind: str) -> None:
-    check(kind, 100 + LAYOUTS.index(kind), 60, jitted)
-    check(kind, 200 + LAYOUTS.index(kind), 10, eager)
-    check(kind, 300 + LAYOUTS.index(kind), 3, processes, shapes=SMALL)
+    check(kind, 100 + LAYOUTS.index(kind), 30, jitted)
+    check(kind, 200 + LAYOUTS.index(kind), 5, eager)
+    check(kind, 300 + LAYOUTS.index(kind), 2, processes, shapes=SMALL)

@@ -279,10 +279,10 @@ W = {"w": (f64(1)[0], "")}
 @pytest.mark.parametrize(
     "options, said",
     [
-        (dict(accumulate=3), "step: accumulate=3 does not fit `batch/dp`: 4 rows, 2 on each rank"),
+        (dict(accumulate=3), "step: accumulate=3 does not fit `batch/dp` of `batch.x`: 4 rows, 2 on each rank"),
         (dict(accumulate=4), "step: accumulate=4 does not fit"),
         (dict(accumulate=0), "step: accumulate=0 does not fit"),
-        (dict(microbatch=3), "step: microbatch=3 does not fit `batch/dp`: 4 rows, 2 on each rank"),
+        (dict(microbatch=3), "step: microbatch=3 does not fit `batch/dp` of `batch.x`: 4 rows, 2 on each rank"),
         (dict(microbatch=0), "step: microbatch=0 does not fit"),
         (dict(microbatch=1, accumulate=2), "not both"),
     ],
@@ -290,6 +290,12 @@ W = {"w": (f64(1)[0], "")}
 def test_micro_batches_that_do_not_fit(options, said):
     with pytest.raises(sl.SpecError, match=re.escape(said)):
         updated(mesh(dp=2), linear, W, BATCH, **options)
+
+
+def test_leaves_that_do_not_fit():
+    for leaf, said in ((f64(1, 2, 3, 4, 5, 6), "6 rows, 3 on each rank"), (f64(1, 2, 3), "3 rows, 1 on each rank")):
+        with pytest.raises(sl.SpecError, match=rf"accumulate=2 does not fit `batch/dp` of `batch\.y`: {said}"):
+            updated(mesh(dp=2), linear, W, BATCH | {"y": (leaf, "batch/dp")}, accumulate=2)
 
 
 def test_micro_batches_need_a_named_dimension():
@@ -435,6 +441,15 @@ def test_the_key_of_a_step():
             seen.append(metrics["bits"].item())
     keys = [sl.random.fold_in(sl.random.key(7), torch.tensor(i)) for i in range(3)]
     assert seen == [sl.random.bits(k, ()).item() for k in keys]
+
+
+@pytest.mark.parametrize("params", [{}, {"a": None}, []])
+@pytest.mark.parametrize("optimizer", [sl.optim.sgd(0.1, momentum=0.9), sl.optim.adamw(0.1)])
+def test_no_parameters(params, optimizer):
+    with mesh(dp=2):
+        step = sl.step(lambda p, b: sl.Mean.of("batch/dp", b["x"]), optimizer, clip=1.0, accumulate=2)
+        state, metrics = step(step.init(params), entered(BATCH))
+    assert state.params == params and (metrics["loss"].item(), metrics["grad_norm"].item()) == (3.0, 0.0)
 
 
 def test_a_grad_fn_is_a_loss():

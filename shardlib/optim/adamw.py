@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.optim.base import Optimizer, chosen, masters, wide, zeros32
+from shardlib.optim.base import Optimizer, chosen, counter, masters, wide, zeros32
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -38,8 +38,7 @@ def adamw(
     rate = as_schedule(lr)
 
     def init(params: Any) -> AdamWState:
-        first = tree.leaves(params)[0]
-        zero = torch.zeros((), dtype=torch.int64, device=first.device)
+        zero = counter()
         mu, nu = (tree.map_(zeros32, params) for _ in range(2))
         return AdamWState(count=zero, mu=mu, nu=nu, master=masters(params), lr=rate(zero))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib import tree
 from shardlib.sharding import leaf_of, settle
 from shardlib.spec import Spec
-from shardlib.types import inside
+from shardlib.types import inside, region
 
 
 class Optimizer(NamedTuple):
@@ -34,6 +34,11 @@ def chosen(mask: tree.Chooser | None, params: Any) -> Any:
         return tree.unflatten(treedef, [True] * len(flat))
     specs = [leaf_of(x, "an optimizer's mask").spec for x in flat] if callable(mask) and inside() else flat
     return tree.unflatten(treedef, tree.choose(mask, tree.paths(params), specs))
+
+
+def counter() -> Tensor:
+    """A count of no updates yet."""
+    return torch.zeros((), dtype=torch.int64, device=region().mesh.device)
 
 
 def zeros32(x: Tensor) -> Tensor:

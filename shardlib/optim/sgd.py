@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.optim.base import Optimizer, masters, wide, zeros32
+from shardlib.optim.base import Optimizer, counter, masters, wide, zeros32
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -26,7 +25,7 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
     rate = as_schedule(lr)
 
     def init(params: Any) -> SgdState:
-        zero = torch.zeros((), dtype=torch.int64, device=tree.leaves(params)[0].device)
+        zero = counter()
         trace = tree.map_(zeros32, params) if momentum else None
         return SgdState(count=zero, trace=trace, master=masters(params), lr=rate(zero))
 
