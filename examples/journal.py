@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -43,7 +44,7 @@ class Journal:
 
     def start(self, step: int, what: str, params: Any) -> None:
         """Say what is trained; of an earlier run that goes on, keep what it noted up to `step`."""
-        if step and self.file.exists():
+        if step and self.mesh.rank == 0 and self.file.exists():
             self.records = [r for r in map(json.loads, self.file.read_text().splitlines()) if r["step"] <= step]
         self._write(self.records, "w")
         count = sum(x.numel() for x in tree.leaves(params))
@@ -66,12 +67,8 @@ class Journal:
 
     def plot(self, bigram_loss: float) -> None:
         """`loss.png`: training, validation, and the bigram model's loss."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
         for key, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
             noted = [r for r in self.records if key in r]
             axes.plot([r["step"] for r in noted], [r[key] for r in noted], label=label, marker=marker)

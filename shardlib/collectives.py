@@ -28,13 +28,12 @@ from torch._C._functorch import (
     maybe_current_level,
     maybe_get_level,
 )  # what is differentiated
-from torch._subclasses.fake_tensor import FakeTensor  # the first run, in one thread
 from torch.autograd import forward_ad
 
 from shardlib import tree, wire
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Axes, Mesh
-from shardlib.types import Region, base, paused, refuse, region
+from shardlib.types import Region, paused, refuse, region, valueless
 
 _plain = torch._C.DisableTorchFunction  # a Function below Insert: what it does inside is not user code
 
@@ -89,7 +88,7 @@ def _apply(function: type[_Linear], x: Tensor, axes: tuple[str, ...], *static: A
         refuse_captured(function.__name__, [x])
     if here.padded.entries:
         here.refuse_padded(function.__name__, x)
-    kind = here.types.get(x) or here.invariant
+    kind = here.type_of(x)
     if is_functorch_wrapped_tensor(x) or x.requires_grad or forward_ad._current_level >= 0:
         _refuse_forward_mode(here, function.__name__, x)
         with _plain():
@@ -103,12 +102,7 @@ def _apply(function: type[_Linear], x: Tensor, axes: tuple[str, ...], *static: A
 
 
 def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
-    if (
-        forward_ad._current_level >= 0
-        and here.mesh.simulate
-        and here.mesh.total > 1
-        and not isinstance(base(x), FakeTensor)
-    ):
+    if forward_ad._current_level >= 0 and here.mesh.simulate and here.mesh.total > 1 and not valueless(x):
         raise SpecError(
             f"{name} in forward mode (jvp, jacfwd, hessian) while ranks take turns: torch keeps one forward-mode level "
             "for all threads.\n  Run it under sl.jit, or use jacrev (hessian is jacrev of jacrev)"

@@ -23,7 +23,7 @@ from shardlib.collectives import _pvary, refuse_captured
 from shardlib.errors import SpecError
 from shardlib.flow import flowing
 from shardlib.mesh import Mesh
-from shardlib.types import NO_TENSOR, Region, inside, outside, paused, region, short, unknown, words
+from shardlib.types import NO_TENSOR, Region, base, inside, outside, paused, region, short, unknown, valueless, words
 
 
 class _Kind(Enum):
@@ -34,9 +34,10 @@ class _Kind(Enum):
     APART = auto()  # each operand for itself, no values meet
     MAKES = auto()  # a tensor from Python or numpy values
     COPIES = auto()  # copy.deepcopy, which would copy the storage, unseen by Flow
-    SHOWS = auto()  # print: ranks may show different values
+    SHOWS = auto()  # print: ranks may show different values; the first run, on shapes, the type
     COUNTS = auto()  # one_hot: looks at values to check them
     LEAVES = auto()  # numpy: out of torch
+    ASSIGNS = auto()  # x.data = y: another value behind a type
     AUTOGRAD = auto()  # torch.autograd.grad, backward
 
 
@@ -44,8 +45,7 @@ _KINDS = {
     _Kind.ASKS: "size dim numel stride is_floating_point is_complex is_contiguous element_size len "
     "storage_offset data_ptr requires_grad_ untyped_storage ndimension nelement is_same_size result_type hash can_cast "
     "get_device is_nested is_sparse broadcast_shapes is_view iter is_inference is_conj is_neg is_signed is_pinned "
-    "is_shared "
-    "names is_set_to",
+    "is_shared names is_set_to",
     _Kind.APART: "broadcast_tensors meshgrid expand_as view_as reshape_as type_as",
     _Kind.MAKES: "tensor as_tensor asarray frombuffer",
     _Kind.COPIES: "deepcopy",
@@ -77,6 +77,9 @@ def _rule(func: Any) -> _Rule:
     if full == "__get__":
         name = getattr(func.__self__, "__name__", "get")
         kind = _Kind.OP if name in _VALUES else _Kind.ASKS
+    elif full == "__set__":
+        name = getattr(func.__self__, "__name__", "set")
+        kind = _Kind.ASSIGNS if name in _VALUES else _Kind.ASKS
     else:
         kind = _BY_NAME.get(full if full == "requires_grad_" else name.lstrip("_"), _Kind.OP)
     inplace = name in _IN_PLACE if dunder else full.endswith("_") and kind is _Kind.OP
@@ -102,7 +105,8 @@ def _find(values: Iterable[Any], into: list[Tensor]) -> list[Tensor]:
 
 def _targets(rule: _Rule, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a function writes into."""
-    return _find((args[0] if rule.inplace else None, kwargs.get("out")), [])
+    first = next(iter((*args, *kwargs.values())), None) if rule.inplace else None
+    return _find((first, kwargs.get("out")), [])
 
 
 class Insert(TorchFunctionMode):
@@ -126,20 +130,21 @@ class Insert(TorchFunctionMode):
             return func(*args, **kwargs)
         if here.reentered:
             refuse_captured(rule.name, tensors)
-        kinds = []
+        entries, kinds = here.types.entries, []
         for t in tensors:
-            kind = here.types.get(t)
-            if kind is None:
+            found = entries.get(id(t)) or entries.get(id(base(t)))
+            if found is None:
                 raise unknown(rule.name, t)
-            kinds.append(kind)
+            kinds.append(found[1])
+        first = kinds[0]
+        alike = kinds.count(first) == len(kinds)
         if rule.inplace or "out" in kwargs:
             for target in _targets(rule, args, kwargs):
                 here.refuse_written(rule.name, target)
-        first = kinds[0]
-        if any(k != first for k in kinds) and rule.kind is _Kind.OP:
+        if not alike and rule.kind is _Kind.OP:
             args, kwargs = _aligned(here, rule, args, kwargs, kinds)
         out = func(*args, **kwargs)
-        if any("P" in k for k in kinds):
+        if "P" in first or (not alike and any("P" in k for k in kinds)):
             _check_pending(here, rule.name, tensors, kinds, _find((out,), _targets(rule, args, kwargs)))
         return out
 
@@ -158,6 +163,8 @@ def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tenso
             f"{rule.name}: numpy cannot follow a per-device function; stay in torch, "
             "or use .item() on an invariant value"
         )
+    if rule.kind is _Kind.ASSIGNS:
+        raise SpecError(f"assigning `.{rule.name}` puts another value behind the type of a tensor: make a new tensor")
     if rule.kind is _Kind.COUNTS:
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         if classes < 0:
@@ -169,6 +176,8 @@ def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tenso
         raise SpecError(f"torch.{rule.name} of a list of tensors reads their values: use torch.stack")
     if rule.kind is _Kind.MAKES and tensors:
         return func(*args, **kwargs)
+    if rule.kind is _Kind.SHOWS and any(valueless(t) for t in tensors):
+        return here.describe(tensors[0])
     with paused():
         out = func(*args, **kwargs)
     if rule.kind is _Kind.MAKES:
@@ -184,17 +193,19 @@ def _equal_where_others_are_not(kind: str, kinds: frozenset[str], axes: tuple[st
 
 def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]) -> Any:
     """The arguments with `pvary` on float operands that are invariant over an axis where another operand is not."""
-    axes, met = here.mesh.axis_names, frozenset(kinds)
+    axes, met, targets = here.mesh.axis_names, frozenset(kinds), _targets(rule, args, kwargs)
 
     def fix(a: Any) -> Any:
         if isinstance(a, Tensor):
+            if any(a is t for t in targets):
+                return a
             missing = _equal_where_others_are_not(here.type_of(a), met, axes)
             return _pvary(a, missing) if missing and (a.is_floating_point() or a.is_complex()) else a
         if type(a) in (list, tuple):
             return type(a)(fix(b) for b in a)
         return {k: fix(v) for k, v in a.items()} if type(a) is dict else a
 
-    for target in _targets(rule, args, kwargs):
+    for target in targets:
         for axis, held, *others in zip(here.mesh.shape, here.type_of(target), *kinds, strict=True):
             wider = max(others, key="IRVP".index)
             if held == "I" != wider:  # its gradient would miss a sum; that of a replicated target is pending anyhow
@@ -203,8 +214,7 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
                     f"{rule.name} writes in place a value that is {is_} into one that is equal there.\n"
                     f"  Make a new value instead, or start from sl.pvary(buffer, {axis!r})"
                 )
-    args = (*args[: rule.inplace], *(fix(a) for a in args[rule.inplace :]))
-    return args, {k: v if k == "out" else fix(v) for k, v in kwargs.items()}
+    return tuple(fix(a) for a in args), {k: fix(v) for k, v in kwargs.items()}
 
 
 _ADDS = frozenset("add sub rsub radd subtract iadd isub".split())

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable
 
+import torch
 from torch import Tensor
 
 from shardlib import collectives as c
-from shardlib import layout
-from shardlib.errors import SpecError, caret, sizes
-from shardlib.spec import Dim, Spec
-from shardlib.types import Region, region, words
+from shardlib import layout, wire
+from shardlib.errors import RankError, SpecError, caret, sizes
+from shardlib.spec import Dim, Spec, parse_list
+from shardlib.types import Leaf, Region, base, paused, region, valueless, words
 
 _MEND = {
     "split": "It is equal on all ranks there; write the dimension without the axis, or slice it with sl.reshard",
@@ -99,6 +100,33 @@ def state_sum(spec: Spec, x: Tensor) -> Tensor:
     """`x` with the axes that `spec` writes with `+` pending."""
     here = region()
     return c._pending(x, tuple(a for a in spec.pending if here.over(x, a) == "V"))
+
+
+def assume(spec: str, x: Tensor) -> Tensor:
+    """Declare what the library cannot know: `assume("batch/dp model +tp", own_kernel(x))`, `assume("d", constant)`.
+
+    `/a` varying over a, `+a` pending, else invariant; the result is a leaf of that spec. The one statement that is not
+    checked, but for this: eager code on a simulated mesh compares what is declared equal, and raises `RankError`.
+    """
+    here, parsed = region(), parse_list(spec, 1)[0]
+    parsed = layout.check_rank(resolve(parsed, here), x.shape)
+    with c._plain(), paused():
+        y = x.view_as(x)
+        if here.mesh.simulate and here.mesh.total > 1 and not valueless(y):
+            for axis in (a for a, n in here.mesh.shape.items() if n > 1 and a not in parsed.axes):
+                _compare(base(y).detach(), axis, spec)
+    here.set_type(y, here.make(V=parsed.split, P=parsed.pending))
+    bind(here, parsed, tuple(x.shape), spec, {})
+    return here.mark(y, Leaf(parsed, layout.global_shape(parsed, x.shape, here.mesh.shape)))
+
+
+def _compare(x: Tensor, axis: str, spec: str) -> None:
+    mesh = region().mesh
+    for i, other in enumerate(wire.all_gather(x.reshape(1, -1), 0, mesh.shape[axis], mesh.group((axis,)))):
+        if not torch.equal(other.nan_to_num(), x.flatten().nan_to_num()):
+            raise RankError(
+                f"assume(`{spec}`) says equal over `{axis}`, but this rank's value is not that of index {i}"
+            )
 
 
 Moved = list[tuple[int, tuple[str, ...]]]

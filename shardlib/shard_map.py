@@ -185,7 +185,7 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
 def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> _Known:
     """Run on shapes alone. What is known then: which leaves the results are; None where types matter as the code runs
     (it could not be checked to the end, or looks at types itself)."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # captured constants, which assume() may declare
     fake = [fake_like(mode, x) if isinstance(x, Tensor) else x for x in local]
     try:
         with mode:

@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # types belong to the innermost tensor
+from torch._subclasses.fake_tensor import FakeTensor  # what a first run and a trace compute with
 from torch.multiprocessing.reductions import StorageWeakRef  # no public way to hold a storage weakly
 
 from shardlib.errors import SpecError, listing
@@ -39,6 +40,11 @@ def base(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def valueless(x: Tensor) -> bool:
+    """Whether `x` has a shape and no values: in the first run of a function, or while it is traced."""
+    return isinstance(base(x), FakeTensor)
 
 
 class TensorTable(Generic[T]):

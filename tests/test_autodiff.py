@@ -167,6 +167,23 @@ def test_hessian_and_jacobian() -> None:
     close(jacobian, jacrev(lambda w: (X @ w).tanh())(W))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
+def test_forward_mode_under_jit() -> None:
+    """One thread runs all ranks there; the first run is on shapes, also in one."""
+
+    def body(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        f: Any = nets()["rows"]
+        value, tangent = torch.func.jvp(lambda w: f(x, w, v), (w,), (w,))  # type: ignore[misc]
+        assert region().type_of(tangent) == region().type_of(value) == "II"
+        return value, tangent, torch.func.hessian(lambda v: f(x, w, v))(v)
+
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        args = sl.shard(X, "b/dp d"), sl.shard(W, "d e"), sl.shard(V, "e d")
+        value, tangent, hessian = sl.gather(sl.jit(sl.shard_map(body, in_specs=None, out_specs="..."))(*args))
+    close((value, tangent), torch.func.jvp(lambda w: plain_net("rows", X, w, V), (W,), (W,)))
+    close(hessian, torch.func.hessian(lambda v: plain_net("rows", X, W, v))(V))
+
+
 def test_column_then_row_split_network() -> None:
     """C14: gradients of the replicated input, equal to one process on all ranks, with and without remat."""
 

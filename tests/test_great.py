@@ -167,11 +167,11 @@ def cases(draw: Draw, kind: str, shapes: Sequence[tuple[int, int, int]] = SHAPES
     ranks = dp * (third if how == "group" else 1)
     seq = (tp if seq_parallel else 1) * (third if how == "cp" else 1)
     count = draw(st.sampled_from((2, 1, 3, 4)))
-    adamw = draw(flag)
+    adamw = draw(st.booleans())
     return Case(
         net=net, axes=axes, groups=groups, params=params, layout=layout, count=count, by_rows=draw(flag), adamw=adamw,
         rows=ranks * count * draw(st.integers(1, 2)), seq=seq * draw(st.integers(1, 3)),
-        mask=draw(st.sampled_from(MASKS)), weighted=draw(flag), clip=draw(st.sampled_from((0.5, None))),
+        mask=draw(st.sampled_from(MASKS)), weighted=draw(flag), clip=draw(st.sampled_from((0.5, 100.0, None))),
         dtype=torch.float64 if adamw else draw(st.sampled_from((torch.float64, torch.float64, torch.float32))),
     )  # fmt: skip
 

@@ -303,6 +303,10 @@ WRITES: dict[str, tuple[Body, str]] = {
         "_foreach_add writes in place",
     ),
     "augmented": (lambda x, w, p, k: exec("y = w.clone()\ny += x[0, 0]", dict(w=w, x=x)), "add writes in place"),
+    "data": (
+        lambda x, w, p, k: setattr(w.clone(), "data", x[0, 0]),
+        "assigning `.data` puts another value behind the type",
+    ),
     "argument": (
         lambda x, w, p, k: x.mul_(2),
         "mul writes in place into an argument of the per-device function: clone it first",
@@ -368,7 +372,7 @@ def test_values_and_numpy() -> None:
         assert letters(torch.tensor(3)) == letters(torch.as_tensor([1, 2])) == "II"
         assert letters(copy.deepcopy(x)) == "VI"
         assert letters(F.one_hot(k, 2)) == "VI" and F.one_hot(k, num_classes=5).shape == (2, 5)
-        assert "torch" in str(type(x)) and repr(x) and f"{w}" and str(p)
+        assert repr(x) and f"{w.sum():.3f} {p}" and str(p)
         assert letters(x.to("cpu", torch.float64)) == letters(x.data) == "VI"
         return w
 
@@ -405,6 +409,7 @@ LEAVES: dict[str, tuple[Body, str]] = {
         "rand draws from torch's generator, which differs by rank.*sl.random with a key",
     ),
     "randint": (lambda x, w, p, k: torch.randint(0, 3, (2,)), "draws from torch's generator"),
+    "init": (lambda x, w, p, k: torch.nn.init.normal_(torch.empty(3)), "draws from torch's generator"),
     "multinomial": (lambda x, w, p, k: torch.multinomial(w, 1), "draws from torch's generator"),
     "normal_": (lambda x, w, p, k: torch.empty(3).normal_(), "draws from torch's generator"),
     "dropout in attention": (

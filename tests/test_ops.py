@@ -249,6 +249,31 @@ def test_trees() -> None:
     assert torch.equal(a, X) and torch.equal(b, X) and none is None
 
 
+CONSTANT = torch.arange(5, dtype=torch.float64)
+
+
+def test_assume() -> None:
+    """A captured constant, a leaf that gather reads, a gradient through it; and a lie, found on a simulated mesh."""
+
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        constant = sl.assume("e", CONSTANT)
+        again = sl.assume("b/dp s d/tp", x.detach() * 1)
+        summed = sl.psum(sl.assume("b/dp s q +tp", x), "tp")
+        whole = sl.gather(again, ("dp", "tp"))
+        g = sl.grad(lambda w: sl.psum((sl.assume("d e", w * 2) * constant).sum() * x.sum(), ("dp", "tp")))(w)
+        return constant + 0 * w[0], summed, sl.pmax(whole, ("dp", "tp")), g
+
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
+        specs = ("e", "b/dp s q", "b s d", "d e")
+        constant, summed, whole, g = sl.gather(sl.shard_map(body, in_specs=None, out_specs=specs)(*args))
+    assert torch.equal(constant, CONSTANT) and torch.equal(whole, X)
+    torch.testing.assert_close(summed, X[..., :4] + X[..., 4:])
+    torch.testing.assert_close(g, (2 * X.sum() * CONSTANT).expand(8, 5))
+    with pytest.raises(sl.RankError, match="says equal over `dp`, but this rank's value is not that of index"):
+        run(lambda x, w: sl.pmax(sl.assume("q s d/tp", x), "tp"))
+
+
 SIZES = r"\n  sizes:   b=4 s=6 d=8 e=5; mesh dp=2 tp=2$"
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "no arrow": (lambda x, w: sl.einsum("b s d", x), r"a pattern needs `->`\n.*b s d\n +\^ input -> output"),
