@@ -23,7 +23,7 @@ from shardlib.collectives import _pvary, refuse_captured
 from shardlib.errors import SpecError
 from shardlib.flow import flowing
 from shardlib.mesh import Mesh
-from shardlib.types import NO_TENSOR, Region, base, inside, outside, paused, region, short, unknown, valueless, words
+from shardlib.types import NO_TENSOR, Region, inside, outside, paused, region, short, unknown, valueless, words
 
 
 class _Kind(Enum):
@@ -130,21 +130,20 @@ class Insert(TorchFunctionMode):
             return func(*args, **kwargs)
         if here.reentered:
             refuse_captured(rule.name, tensors)
-        entries, kinds = here.types.entries, []
+        kinds = []
         for t in tensors:
-            found = entries.get(id(t)) or entries.get(id(base(t)))
-            if found is None:
+            kind = here.types.get(t)
+            if kind is None:
                 raise unknown(rule.name, t)
-            kinds.append(found[1])
-        first = kinds[0]
-        alike = kinds.count(first) == len(kinds)
+            kinds.append(kind)
         if rule.inplace or "out" in kwargs:
             for target in _targets(rule, args, kwargs):
                 here.refuse_written(rule.name, target)
-        if not alike and rule.kind is _Kind.OP:
+        first = kinds[0]
+        if any(k != first for k in kinds) and rule.kind is _Kind.OP:
             args, kwargs = _aligned(here, rule, args, kwargs, kinds)
         out = func(*args, **kwargs)
-        if "P" in first or (not alike and any("P" in k for k in kinds)):
+        if any("P" in k for k in kinds):
             _check_pending(here, rule.name, tensors, kinds, _find((out,), _targets(rule, args, kwargs)))
         return out
 
