@@ -169,7 +169,6 @@ def test_refused_here(name: str) -> None:
         sl.shard_map(program, in_specs=None, out_specs=case["outputs"][0]["spec"])(*args)
 
 
-@pytest.mark.slow
 def test_as_jax_on_gloo() -> None:
     names = [
         n

@@ -263,7 +263,9 @@ def compare(case: Case, found: Run) -> None:
                 off = (x - y).abs()
                 if case.adamw and tolerance == loose:
                     off = torch.where(noise[" " + name.split()[1]], 0.0, off)
-                scale = max(y.abs().max().item(), 1e-6 * largest, 1e-300)
+                # A sum of terms that cancel is rounded as its terms are: a scalar has no other elements that show them.
+                least = largest if y.numel() == 1 and case.dtype is torch.float32 else 1e-6 * largest
+                scale = max(y.abs().max().item(), least, 1e-300)
                 assert off.max().item() <= tolerance * scale, (
                     f"{name}: off by {off.max().item() / scale:.2e} of its maximum"
                 )
@@ -304,7 +306,7 @@ def processes(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 2, jitted)
+    check(kind, LAYOUTS.index(kind), 5, jitted)
 
 
 @pytest.mark.parametrize("kind", ["3", "hand"])

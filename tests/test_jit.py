@@ -348,7 +348,6 @@ def test_an_unknown_backend():
         sl.jit(doubled, backend="triton")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_inductor():
     with mesh(dp=1):

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jacrev, vmap
 
 import shardlib as sl
-from shardlib import tree
 from shardlib.types import inside
 
 N = 4
@@ -580,41 +579,22 @@ def loss(w: dict[str, Tensor], b: dict[str, Tensor]) -> sl.Mean:
     return sl.token_loss("batch/dp seq vocab, batch/dp seq", x @ w["emb"].t(), b["targets"])
 
 
-def collectives(stage: int, count: int) -> Counter[str]:
+def collectives(stage: int, count: int) -> dict[str, int]:
     """The collectives over dp of one traced step, of leaves (scalars left out), as often as they run."""
     found: Counter[str] = Counter()
-
-    def walk(module: Any) -> None:
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                walk(module.get_submodule(node.target))
-            over_dp = str(node.target).startswith("_c10d_functional") and str(node.args[-1]).endswith("/dp")
-            if over_dp and node.args[0].meta["val"].numel() > 1:
-                found[node.target._schema.name.split("::")[1]] += 1
-
-    with sl.make_mesh(dp=2, tp=2, simulate=True) as mesh:
-        train = sl.step(loss, sl.optim.sgd(0.1), layout=sl.zero(SPECS, axis="dp", stage=stage), accumulate=count)
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        layout = sl.zero(SPECS, axis="dp", stage=stage)
+        train = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count))
         state = train.init(sl.shard(PARAMS, SPECS))
-        walk(traced(train, mesh, state, sl.shard(BATCH, "batch/dp seq")))
-    return found
+        for c in train.lower(state, sl.shard(BATCH, "batch/dp seq")).collectives():
+            if c.axis == "dp" and not c.scalar:
+                found[c.op] += c.times
+    return dict(found)
 
 
-def traced(f: Callable[..., Any], mesh: sl.Mesh, *args: Any) -> Any:
-    """The graph of a function of arrays."""
-    from shardlib.array import Array
-    from shardlib.graph.trace import meta, trace
-
-    flat, treedef = tree.flatten(args)
-
-    def run(*xs: Tensor) -> list[Tensor]:
-        given = [Array([x], a.spec, a.shape, a.mesh) for x, a in zip(xs, flat, strict=True)]
-        return [y.shards[0] if isinstance(y, Array) else y for y in tree.leaves(f(*tree.unflatten(treedef, given)))]
-
-    return trace(run, [meta(a.shards[0]) for a in flat], "step")
-
-
-def test_each_leaf_is_reduced_once() -> None:
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_each_leaf_is_reduced_once(count: int) -> None:
     """11 leaves, one of them used twice: 11 reductions over dp, whatever the number of micro-batches."""
-    assert collectives(stage=0, count=8) == {"all_reduce": LEAVES}
-    assert collectives(stage=1, count=2) == {"reduce_scatter_tensor": LEAVES, "all_gather_into_tensor": LEAVES}
-    assert collectives(stage=2, count=2) == {"reduce_scatter_tensor": 2 * LEAVES, "all_gather_into_tensor": LEAVES}
+    assert collectives(0, count) == {"psum": LEAVES}
+    assert collectives(1, count) == {"psum_scatter": LEAVES, "all_gather": LEAVES}
+    assert collectives(2, count) == {"psum_scatter": count * LEAVES, "all_gather": LEAVES}

@@ -78,7 +78,6 @@ def test_resume_equals_the_run_that_was_not_interrupted(whole, interrupted):
     assert result["val_loss"] == whole[1]["val_loss"]
 
 
-@pytest.mark.slow
 def test_two_processes_resume_what_four_simulated_ranks_began(whole, interrupted):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "examples" / "train_gpt.py"), *OPTIONS, "--out", str(interrupted)]
@@ -102,7 +101,6 @@ def test_bfloat16(whole, tmp_path):
     assert torch.isfinite(torch.tensor(losses(tmp_path))).all()
 
 
-@pytest.mark.slow
 def test_every_way_to_run_gives_one_curve():
     command = [sys.executable, "-m", "benchmarks.equivalence", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
