@@ -19,6 +19,7 @@ test: lint types
 
 lint: $(STAMP)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 
 types: $(STAMP)
 	$(BIN)/pyright

@@ -72,7 +72,7 @@ def block(w: Block, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def logits(w: GPT, tokens: Tensor) -> Tensor:
-    """"batch/dp seq" -> "batch/dp seq vocab/tp": scores of the token that comes next."""
+    """Scores of the token that comes next: "batch/dp seq" -> "batch/dp seq vocab/tp"."""
     x = sl.embed("vocab/tp model, batch/dp seq -> batch/dp seq model +tp", sl.gather(w.embed, "dp"), tokens)
     x = sl.psum_scatter("batch/dp seq model +tp -> batch/dp seq/tp model", x)
     rope = rotary(tokens.shape[1], w.blocks.w_qkv.shape[-1], x.device)

@@ -132,9 +132,7 @@ def _result(here: Region, x: Tensor, said: Any) -> Leaf:
     return Leaf(spec, layout.global_shape(spec, x.shape, mesh.shape))
 
 
-def shard_map(
-    f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mesh | None = None
-) -> Callable[..., Any]:
+def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mesh | None = None) -> Callable[..., Any]:
     """Run `f`, written for one rank on plain tensors, on arrays.
 
     `in_specs`: a spec, or a tuple of spec trees, one per argument (None: as the arrays are); a spec stands for a whole
