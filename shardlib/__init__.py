@@ -61,4 +61,6 @@ from shardlib.tree import stack as stack
 from shardlib.tree import static as static
 from shardlib.types import typeof as typeof
 from shardlib.zero import Layout as Layout
+from shardlib.zero import place as place
+from shardlib.zero import split as split
 from shardlib.zero import zero as zero

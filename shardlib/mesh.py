@@ -68,9 +68,9 @@ class Mesh:
 
     def resolve(self, spec: Spec) -> Spec:
         """`spec` with groups as plain axes. Raises `MeshError` for an unknown axis, `SpecError` for one named twice."""
-        if all(a in self.shape for a in spec.axes + spec.auto):
+        if all(a in self.shape for a in spec.axes):
             return spec
-        for axis in spec.axes + spec.auto:
+        for axis in spec.axes:
             try:
                 self.expand(axis)
             except MeshError as e:

@@ -4,9 +4,11 @@ The first call for each signature runs under fake tensors, so that every error o
 is sent. On a simulated mesh every rank then runs in a thread of its own; under `jit` the function is traced.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from shardlib.errors import MeshError, SpecError, located
 from shardlib.insert import per_device
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.simulate import run_threads
-from shardlib.spec import Dim, Spec, as_spec
+from shardlib.spec import Cut, Dim, Spec, as_spec
 from shardlib.types import Leaf, Region
 
 _Known = list[Leaf | None] | None
@@ -33,9 +35,30 @@ _Returned = tuple[list[Any], list[Leaf | None], Any, bool]
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
-def global_spec(spec: Any, ndim: int, mesh: Mesh) -> Spec:
-    """A spec at a border: `...` expanded, groups as axes; every axis must be one of the mesh."""
-    return mesh.resolve(as_spec(spec).expand(ndim))
+def global_spec(said: Any, shape: Sequence[int], mesh: Mesh) -> Spec:
+    """The spec of a tensor at a border: `...` expanded, cuts made, groups as axes; every axis must be of the mesh."""
+    spec = layout.check_rank(as_spec(said), shape)
+    for one in spec.cuts:
+        spec = _cut(spec, one, shape, mesh)
+    return mesh.resolve(replace(spec, cuts=()) if spec.cuts else spec)
+
+
+def _cut(spec: Spec, one: Cut, shape: Sequence[int], mesh: Mesh) -> Spec:
+    """The spec with one of its cuts made."""
+
+    def replaced(name: str) -> bool:
+        inner = mesh.expand(name)
+        return name in one.over or (name in mesh.groups and any({*mesh.expand(a)} <= {*inner} for a in one.over))
+
+    kept = [tuple(a for a in d.axes if not replaced(a)) for d in spec.dims]
+    used = mesh.expand(tuple(a for axes in kept for a in axes))
+    axes = tuple(a for a in mesh.expand(one.axes) if a not in used) if math.prod(shape) >= one.least else ()
+    at = next((i for i, d in enumerate(spec.dims) if d.axes != kept[i]), None)
+    if at is None:
+        return layout.cut(mesh.resolve(spec), shape, axes, mesh.shape)
+    first = next(k for k, a in enumerate(spec.dims[at].axes) if replaced(a))
+    kept[at] = (*kept[at][:first], *axes, *kept[at][first:])
+    return replace(spec, dims=tuple(replace(d, axes=a) for d, a in zip(spec.dims, kept, strict=True)))
 
 
 def borders(specs: Any, args: Any, mesh: Mesh, what: str) -> list[Leaf | None]:
@@ -56,7 +79,7 @@ def _enters_as(x: Tensor, said: Any, mesh: Mesh) -> Spec:
     if isinstance(x, Array) and x.mesh.shape != mesh.shape:
         raise MeshError(f"it lies on {x.mesh!r}, the current mesh is {mesh!r}")
     has = x.spec if isinstance(x, Array) else Spec(tuple(Dim("_") for _ in x.shape))
-    spec = has if said is None else layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
+    spec = has if said is None else global_spec(said, x.shape, mesh)
     if spec.chains != has.chains or set(spec.pending) != set(has.pending):
         at = next((i for i, (a, b) in enumerate(zip(spec.chains, has.chains, strict=True)) if a != b), None)
         if isinstance(x, Array):
@@ -105,7 +128,7 @@ def leave(here: Region, specs: Any, out: Any, what: str) -> tuple[list[Any], lis
 def _result(here: Region, x: Tensor, said: Any) -> Leaf:
     mesh, kind, known, is_ = here.mesh, here.type_of(x), here.leaves.get(x), here.describe(x)
     if said is not None:
-        spec = layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
+        spec = global_spec(said, x.shape, mesh)
     elif known is not None:
         spec = known.spec
     elif kind.strip("IR"):

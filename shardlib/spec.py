@@ -37,20 +37,32 @@ class Dim:
 ELLIPSIS = "..."
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What a layout says of a leaf before its sizes and the mesh are known: it is cut over `axes`.
+
+    The place is where the leaf names one of `over`, or a group that holds one, in whose stead `axes` then stand; for a
+    leaf that names none, its largest dimension that they divide. No `axes`, or fewer than `least` elements: whole.
+    """
+
+    over: tuple[str, ...]
+    axes: tuple[str, ...]
+    least: int = 0
+
+
 @dataclass(frozen=True, repr=False)
 class Spec:
     """A parsed spec.
 
-    `auto` holds axes over which a layout wants the leaf cut at its largest dimension that divides (`zero`), before
-    the sizes are known. `stacked` counts leading dimensions that `stack` added: optimizers and files see each slice as
-    a leaf.
+    `cuts` are made, in order, when it meets a tensor and a mesh (`zero`, `split`). `stacked` counts leading dimensions
+    that `stack` added: optimizers and files see each slice as a leaf.
     `text[span]` is what it was parsed from, for messages; no text where it was computed.
     """
 
     dims: tuple[Dim, ...]
     pending: tuple[str, ...] = ()
     memory: str = "device"
-    auto: tuple[str, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     stacked: int = 0
     text: str = field(default="", compare=False)
     span: tuple[int, int] = field(default=(0, 0), compare=False)
@@ -64,7 +76,7 @@ class Spec:
         return tuple(d.name for d in self.dims)
 
     def __repr__(self) -> str:
-        more = f", auto={self.auto}" * bool(self.auto) + f", stacked={self.stacked}" * bool(self.stacked)
+        more = f", cuts={self.cuts}" * bool(self.cuts) + f", stacked={self.stacked}" * bool(self.stacked)
         return f"Spec({str(self)!r}{more})"
 
     @property
@@ -112,14 +124,14 @@ class Spec:
         return replace(self, dims=self.dims[:at] + free + self.dims[at + 1 :])
 
     def without(self, axes: Iterable[str]) -> "Spec":
-        """The spec with `axes` removed from every dimension, from the pending sums and from `auto`."""
+        """The spec with `axes` removed from every dimension and from the pending sums."""
         drop = frozenset(axes)
 
         def keep(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(a for a in names if a not in drop)
 
         dims = tuple(replace(d, axes=keep(d.axes)) for d in self.dims)
-        return replace(self, dims=dims, pending=keep(self.pending), auto=keep(self.auto), text="")
+        return replace(self, dims=dims, pending=keep(self.pending), text="")
 
     def with_pending(self, axes: Iterable[str]) -> "Spec":
         """The spec with `axes` as further pending sums."""
@@ -131,10 +143,10 @@ class Spec:
         def flat(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(b for a in names for b in fn(a))
 
-        if all(fn(a) == (a,) for a in self.axes + self.auto):
+        if all(fn(a) == (a,) for a in self.axes):
             return self
         dims = tuple(replace(d, axes=flat(d.axes)) for d in self.dims)
-        return replace(self, dims=dims, pending=flat(self.pending), auto=flat(self.auto))
+        return replace(self, dims=dims, pending=flat(self.pending))
 
     def prepend(self, dims: "Spec") -> "Spec":
         """The spec of a stack of such leaves: `dims` (as from `stack`) in front."""

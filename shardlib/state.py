@@ -41,7 +41,7 @@ def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec], Arra
         if isinstance(x, Array):
             raise SpecError(f"{at} is an array at rest already (`{x.spec}`): sl.reshard changes its spec")
         with located(at):
-            spec = layout.check_rank(global_spec(said, x.dim(), mesh), x.shape)
+            spec = global_spec(said, x.shape, mesh)
             if spec.pending:
                 raise spec.error("a global value is no sum still to be made", spec.pending[0], "leave it out")
             out.append(make(x.detach(), spec))
@@ -171,7 +171,7 @@ def reshard(tree_: Any, specs: Any) -> Any:
     mesh, wanted = flat[0].mesh, []
     for path, x, said in zip(tree.paths(tree_), flat, tree.broadcast(specs, tree_, "reshard: specs"), strict=True):
         with located(f"reshard: `{path}`" if path else "reshard"):
-            spec = replace(layout.check_rank(global_spec(said, x.dim(), mesh), x.shape), stacked=x.spec.stacked)
+            spec = replace(global_spec(said, x.shape, mesh), stacked=x.spec.stacked)
             plan(x.spec, spec, x.shape, mesh)
         wanted.append(spec)
     return tree.unflatten(treedef, _move(wanted, flat, mesh))
@@ -271,7 +271,7 @@ def _of_class(
 def _leaf(field: tree.Field, path: str, sizes: Mapping[str, int], key: Tensor | None, mesh: Mesh) -> Array:
     """One array, drawn where there is a key, else empty."""
     shape = _shape(field.spec, sizes)
-    spec = global_spec(field.spec, len(shape), mesh)
+    spec = global_spec(field.spec, shape, mesh)
     padded = layout.padded_shape(spec, shape, mesh.shape)
     if key is None:
         return Array([torch.empty(padded, dtype=field.dtype or torch.float32, device=mesh.device)], spec, shape, mesh)
