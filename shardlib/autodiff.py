@@ -45,19 +45,27 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
             f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}"
         )
     here = region()
+    value = Mean._of_terms(tuple(replace(t, total=_shared(here, t.total)) for t in value.terms))
     for term in value.terms:
         for what, x in (("total", term.total), ("weight", term.weight)):
-            bad = here.axes_of(here.type_of(x), "VR" if what == "total" else "V")
+            bad = here.axes_of(here.type_of(x), "V")
             if bad:
                 raise SpecError(
                     f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
-                    f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, "
-                    "sl.pmean for a mean. (Where a plain torch op contracted a dimension that is split over "
-                    f"`{bad[0]}`, its sum is missing: sl.einsum writes it, psum makes it)"
+                    f"  Mean.of('... dim/{bad[0]}', x), or sl.pending(x, '{bad[0]}') of the total and of its count for "
+                    "sums over ranks (a number as weight counts once), or sl.pmean for a mean. (Where a plain torch op "
+                    f"contracted a dimension split over `{bad[0]}`, its sum is missing: sl.einsum writes it, psum "
+                    "makes it)"
                 )
     for name, x in (aux.metrics or {}).items():
         _check_metric(here, name, x)
     return value, aux
+
+
+def _shared(here: Region, total: Tensor) -> Tensor:
+    """A total that is replicated (a penalty on parameters) as a sum to which every rank gives its equal share."""
+    axes = here.axes_of(here.type_of(total), "R")
+    return c._pending(total / here.mesh.size(axes), axes) if axes else total
 
 
 RESERVED = ("loss", "grad_norm", "tokens", "lr", "skipped", "scale")  # metrics of `step` itself
@@ -187,6 +195,11 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
                 f"the gradient of `{path}` over `{axis}` should be {dual}, its parts differ by rank: "
                 "a reduction was lost (a custom backward, or an op that types do not see through).\n"
                 f"  pvary the value over `{axis}` where it is used differently by rank"
+            )
+        if k == "R" and f == "I" and here.zeros.get(g) is None:
+            raise SpecError(
+                f"the gradient of `{path}` over `{axis}` should be pending, it is equal on all ranks: a sum was made "
+                "in a custom backward, and would be made again.\n  Return the cotangent there as it is"
             )
         out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
     with paused():

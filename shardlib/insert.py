@@ -279,6 +279,12 @@ def per_device(mesh: Mesh, typed: bool = True) -> Iterator[Region]:
             yield region
 
 
+def refuse_autocast() -> None:
+    """Raise inside torch.autocast, whose casts would depend on where and when a function is checked, traced and run."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise SpecError("per-device functions do not run inside torch.autocast: enter it inside the function, or cast")
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A first run on shapes raises what is wrong: torch need not log it, too."""

@@ -28,9 +28,10 @@ class Term:
 class Mean:
     """A weighted mean that is still a total and a weight, or a sum of such means.
 
-    `Mean(total, weight)` takes 0-d tensors (or numbers) that are invariant or pending; each stands for its sum over the
-    axes it is pending over. Inside a per-device function means can be scaled by numbers and added: `nll + 0.01 * aux`,
-    each with its own weight. At rest (what `evaluate` returns) adding merges batches: totals and weights add up.
+    `Mean(total, weight)` takes 0-d tensors that are invariant or pending; each stands for its sum over the axes it is
+    pending over. A number as weight counts once, not once per rank: `Mean.of` makes both from a split tensor. Inside a
+    per-device function means can be scaled by numbers and added: `nll + 0.01 * aux`, each with its own weight. At rest
+    (what `evaluate` returns) adding merges batches: totals and weights add up.
     """
 
     terms: tuple[Term, ...]

@@ -17,7 +17,7 @@ from shardlib import errors, layout, random, tree
 from shardlib.array import Array
 from shardlib.errors import MeshError, SpecError, TreeError, located, nearest
 from shardlib.mesh import Axes, Mesh, current_mesh
-from shardlib.shard_map import global_spec, shard_map
+from shardlib.shard_map import global_spec, shard_map, tracing
 from shardlib.sharding import gather_local, move, plan, reshard_local
 from shardlib.spec import Spec
 from shardlib.types import inside
@@ -71,6 +71,9 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
     m = mesh or current_mesh()
 
     def make(x: Tensor, spec: Spec) -> Array:
+        if tracing() and m.total > 1:  # one program for all ranks: each takes its slice as it runs
+            whole = replace(spec, dims=tuple(replace(d, axes=()) for d in spec.dims))
+            return _move([spec], [Array([x.to(m.device).clone()], whole, x.shape, m)], m)[0]
         padded = layout.padded_shape(spec, x.shape, m.shape)
         made: dict[tuple[slice, ...] | Any, Tensor] = {}
         shards = []
@@ -294,6 +297,8 @@ def _leaf(field: tree.Field, path: str, sizes: Mapping[str, int], key: Tensor | 
     padded = layout.padded_shape(spec, shape, mesh.shape)
     if key is None:
         return Array([torch.empty(padded, dtype=field.dtype or torch.float32, device=mesh.device)], spec, shape, mesh)
+    if tracing() and mesh.total > 1:
+        raise SpecError("init of a class draws each rank's own shard, which one program cannot: call it outside of jit")
     made: dict[Any, Tensor] = {}
     shards = []
     for r in _ranks(mesh):

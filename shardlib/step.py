@@ -46,14 +46,16 @@ def step(
     """A train step: `(state, batch) -> (state, metrics)`, pure, with `.init(params, key=, extra=) -> State`.
 
     `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
-    parameters. `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the
-    number of micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    parameters; `key` is one for the whole step, on all ranks and in all micro-batches: draw by global index (`iota`).
+    `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the number of
+    micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
     Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
     """
     grad_fn = value_and_grad(loss)
     plan_for = planned(grad_fn, layout, accumulate, microbatch)
-    if not isinstance(optimizer, tuple) or (clip is not None and clip <= 0):
-        raise SpecError(f"step takes one of sl.optim's optimizers and a clip above 0; found {optimizer!r}, clip={clip}")
+    if not isinstance(optimizer, tuple) or not isinstance(layout, Layout | None) or (clip is not None and not clip > 0):
+        found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
+        raise SpecError(f"step takes one of sl.optim's optimizers, a Layout and a clip above 0; found {found}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         key = random.fold_in(state.key, state.step)

@@ -87,6 +87,7 @@ class Region:
         self.types: TensorTable[str] = TensorTable()
         self.leaves: TensorTable[Leaf] = TensorTable()
         self.padded: TensorTable[bool] = TensorTable()
+        self.zeros: TensorTable[bool] = TensorTable()  # what is zero whatever the values of others are
         self.sizes: dict[str, int] = {}
         self.bound_by: dict[str, str] = {}
         self.position = {a: i for i, a in enumerate(self.mesh.shape)}
