@@ -1,0 +1,327 @@
+"""`check`: a per-device function against the same on global tensors in plain torch, and meshes to try it on."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import collectives as c
+from shardlib import errors, tree
+from shardlib.autodiff import grad
+from shardlib.errors import SpecError, located
+from shardlib.jit import jit
+from shardlib.mesh import Mesh
+from shardlib.shard_map import global_spec, shard_map
+from shardlib.sharding import settle
+from shardlib.spec import Dim, Spec
+from shardlib.state import abstract, gather, shard
+from shardlib.testing.compare import as_mesh, difference, largest, tolerance
+from shardlib.types import Leaf, region
+
+
+class _Axes(dict[str, int]):
+    """Axes and sizes. pytest takes the name of a parameter that has one as its id."""
+
+    @property
+    def __name__(self) -> str:
+        return ",".join(f"{a}={n}" for a, n in self.items())
+
+
+def meshes(n: int, *axes: str) -> list[dict[str, int]]:
+    """All sizes of `axes` whose product is `n`, the most even first: what `pytest.mark.parametrize` goes through."""
+
+    def cut(n: int, count: int) -> Iterator[tuple[int, ...]]:
+        if count == 1:
+            yield (n,)
+        for first in (k for k in range(n, 0, -1) if n % k == 0) if count > 1 else ():
+            yield from ((first, *rest) for rest in cut(n // first, count - 1))
+
+    found = sorted(cut(n, len(axes)), key=lambda sizes: sorted(sizes, reverse=True))
+    return [_Axes(zip(axes, sizes, strict=True)) for sizes in found]
+
+
+def check(
+    f: Callable[..., Any],
+    ref: Callable[..., Any],
+    *,
+    mesh: Mesh | Mapping[str, Any],
+    in_specs: Any,
+    out_specs: Any,
+    sizes: Mapping[str, Any] | None = None,
+    args: Sequence[Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    adjoint: bool = True,
+) -> None:
+    """Raise AssertionError unless `f`, a per-device function, does on `mesh` what `ref` does on global tensors.
+
+    Compared are the results; the gradients of every float argument for random cotangents of the results, with those of
+    `ref`; and <J dx, c> with <dx, J^T c>, where J dx is the transpose of the gradient (`adjoint=False` leaves that out:
+    it needs a backward that has a derivative). Results and gradients are compared under `jit`, too.
+
+    `mesh`: axes and sizes stand for a simulated one. `in_specs`, `out_specs`: as `shard_map` takes them, without `args`
+    a tuple with one entry per argument. Arguments are random, of `dtype`; sizes that `sizes` does not give are odd
+    multiples of the ways that a name is cut, then even ones. A leaf with `+axis` is a sum of random terms, one per rank
+    (its gradient has them in front); a result with `+axis` counts summed. `args`: global tensors (integers, say)
+    instead. The message says what differs, the sizes and the mesh, by how much, where and on which rank.
+    """
+    m = as_mesh(mesh)
+    if args is None:
+        entries = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+        rounds = [(s, _drawn(entries, s, dtype, seed, m)) for s in _rounds((entries, out_specs), sizes or {}, m)]
+    elif sizes is not None:
+        raise SpecError("check: args= have their sizes; leave sizes= out")
+    else:
+        rounds = [(None, tuple(args))]
+    for chosen, values in rounds:
+        with m:
+            inputs = _inputs(values, in_specs if args is not None else entries, m, seed)
+            found = {name: n for i in inputs for name, n in i.bound()} if chosen is None else chosen
+            with _noted(f"in testing.check with sizes {errors.sizes(found)} on {m!r}"):
+                _Case(f, ref, m, inputs, tree.flatten(values)[1], out_specs, found, seed).compare(adjoint)
+
+
+@contextmanager
+def _noted(where: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as e:
+        e.add_note(where)
+        raise
+
+
+# ---- arguments
+
+
+def _rounds(specs: Any, given: Mapping[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+    """The sizes of every name: as given, else odd multiples of the ways that it is cut; then even ones."""
+    ways: dict[str, int] = {}
+    for spec in tree.leaves(tree.specs(specs)):
+        for d in mesh.resolve(spec).dims:
+            if not d.name.isdigit() and d.name not in ("_", "..."):
+                ways[d.name] = math.lcm(ways.get(d.name, 1), mesh.size(d.axes))
+    rounds = []
+    for k in (3, 2):
+        sizes = dict(given)
+        for name in (n for n in ways if n not in given):
+            k = next(k for k in range(k, k + 2000, 2) if k * ways[name] not in sizes.values())
+            sizes[name], k = k * ways[name], k + 2
+        rounds.append(sizes)
+    return rounds if rounds[0] != rounds[1] else rounds[:1]
+
+
+def _drawn(entries: Sequence[Any], sizes: Mapping[str, Any], dtype: torch.dtype, seed: int, mesh: Mesh) -> Any:
+    """Random arguments for spec trees and `@pytree` classes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+    def leaf(said: Any) -> Any:
+        if tree.is_pytree_class(said):
+            return tree.map_(of_class, abstract(said, sizes, mesh=mesh))
+        spec = tree.specs(said)
+        dims = spec.expand(len(spec.dims)).dims  # `...` as one dimension
+        return draw([3 if d.name == "_" else int(d.name) if d.name.isdigit() else sizes[d.name] for d in dims])
+
+    def of_class(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise SpecError(f"check draws floats, a leaf is {x.dtype}: give the arguments, args=(...)")
+        return draw(x.shape)
+
+    return tree.map_(leaf, tuple(entries))
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A leaf of the arguments. Of one with sums to make, `value` has the terms in front, and `pending` is the leaf."""
+
+    path: str
+    value: Any
+    spec: Spec | None
+    pending: Leaf | None = None
+
+    def bound(self) -> list[tuple[str, int]]:
+        return [(d.name, n) for d, n in zip(self.spec.dims, self.value.shape, strict=True)] if self.spec else []
+
+    def local(self, x: Any) -> Any:
+        """What a per-device function gets."""
+        if self.pending is None:
+            return x
+        return settle(c.pending(x[0], self.pending.spec.pending), self.pending)
+
+    def whole(self, x: Any) -> Any:
+        """What the reference gets."""
+        return x if self.pending is None else x.sum(0)
+
+
+def _inputs(args: Any, in_specs: Any, mesh: Mesh, seed: int) -> list[_Input]:
+    generator, out = torch.Generator().manual_seed(seed + 1), []
+    specs = tree.broadcast(in_specs, args, "check: in_specs")
+    for path, x, said in zip(tree.paths(args), tree.leaves(args), specs, strict=True):
+        if not isinstance(x, Tensor):
+            out.append(_Input(path, x, None))
+            continue
+        with located(f"check: argument `{path}`"):
+            spec = global_spec(said, x.dim(), mesh)
+            if not spec.pending:
+                out.append(_Input(path, x, spec))
+                continue
+            shares = torch.rand(mesh.size(spec.pending), *x.shape, generator=generator, dtype=torch.float64) + 0.5
+            terms = (shares / shares.sum(0) * x).to(x.dtype)
+            split = replace(spec, dims=(Dim("_", spec.pending), *spec.dims), pending=(), text="")
+            out.append(_Input(path, terms, split, Leaf(spec, tuple(x.shape))))
+    return out
+
+
+# ---- comparing
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One set of arguments."""
+
+    f: Callable[..., Any]
+    ref: Callable[..., Any]
+    mesh: Mesh
+    inputs: list[_Input]
+    structure: Any
+    out_specs: Any
+    sizes: Mapping[str, Any]
+    seed: int
+
+    def compare(self, adjoint: bool) -> None:
+        xs = [i.value if i.spec is None else shard(i.value, i.spec) for i in self.inputs]
+        leaves, wanted = self._reference([i.value for i in self.inputs])
+        found = self._mapped(self._values, self.out_specs)(xs)
+        self._results("", found, wanted)
+        arrays = tree.leaves(found)
+        of = [j for j, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
+        generator = torch.Generator().manual_seed(self.seed + 2)
+
+        def random(like: Sequence[Tensor]) -> list[Tensor]:
+            return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in like]
+
+        plain_c = random([leaves[j] for j in of])
+        specs = [arrays[j].spec.without(arrays[j].spec.pending) for j in of]
+        cs = [shard(x, s) for x, s in zip(plain_c, specs, strict=True)]
+        right = self._gradients_of_reference(plain_c, of)
+        if right and cs:
+            plain_dx = random(right)
+            dxs = [shard(x, self.inputs[i].spec) for x, i in zip(plain_dx, self._floats, strict=True)]
+            grads, ahead = self._mapped(self._both if adjoint else self._backward)(xs, cs, dxs)
+            self._gradients("", grads, right)
+            if adjoint:
+                self._adjoint(gather(ahead), plain_c, gather(grads), plain_dx)
+
+        def traced(xs: Any, cs: Any) -> Any:
+            values = self._mapped(self._values, self.out_specs)(xs)
+            return values, self._mapped(self._backward)(xs, cs, None)[0] if right and cs else []
+
+        found, grads = jit(traced)(xs, cs)
+        self._results(" under jit", found, wanted)
+        self._gradients(" under jit", grads, right)
+
+    def _mapped(self, body: Callable[..., Any], out_specs: Any = None) -> Callable[..., Any]:
+        def device(*args: Any) -> Any:
+            return body(*args)
+
+        device.__name__ = getattr(self.f, "__name__", "f")  # for messages
+        return shard_map(device, in_specs=None, out_specs=out_specs)
+
+    @property
+    def _floats(self) -> list[int]:
+        """The inputs that have gradients."""
+        return [n for n, i in enumerate(self.inputs) if i.spec is not None and i.value.is_floating_point()]
+
+    # per-device
+
+    def _values(self, xs: Sequence[Any]) -> Any:
+        return self.f(*tree.unflatten(self.structure, [i.local(x) for i, x in zip(self.inputs, xs, strict=True)]))
+
+    def _paired(self, floats: Sequence[Tensor], xs: Sequence[Any], cs: Sequence[Tensor]) -> Tensor:
+        """<f(x), c>, whose gradient is J^T c."""
+        full = dict(enumerate(xs)) | dict(zip(self._floats, floats, strict=True))
+        ys = [y for y in tree.leaves(self._values(list(full.values()))) if isinstance(y, Tensor)]
+        return _dots([y for y in ys if y.is_floating_point()], cs)
+
+    def _backward(self, xs: Sequence[Any], cs: Sequence[Tensor], dxs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return grad(self._paired)([xs[n] for n in self._floats], xs, cs), []
+
+    def _both(self, xs: Sequence[Any], cs: Sequence[Tensor], dxs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """J^T c, and J dx as the gradient of <J^T c, dx> with respect to c."""
+
+        def back(cs: Sequence[Tensor], xs: Sequence[Any], dxs: Sequence[Tensor]) -> Tensor:
+            return _dots(self._backward(xs, cs, None)[0], dxs)
+
+        return self._backward(xs, cs, None)[0], grad(back)(cs, xs, dxs)
+
+    # in one process
+
+    def _reference(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
+        whole = [i.whole(x) for i, x in zip(self.inputs, values, strict=True)]
+        out = self.ref(*tree.unflatten(self.structure, whole))
+        return tree.leaves(out), out
+
+    def _gradients_of_reference(self, cs: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+        values = [i.value for i in self.inputs]
+        for n in self._floats:
+            values[n] = values[n].detach().clone().requires_grad_()
+        ys = [self._reference(values)[0][j] for j in of]
+        at = [k for k, y in enumerate(ys) if y.requires_grad]
+        xs = [values[n] for n in self._floats]
+        if not at:
+            return [torch.zeros_like(x) for x in xs]
+        grads = torch.autograd.grad([ys[k] for k in at], xs, [cs[k] for k in at], allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
+
+    # what differs
+
+    def _results(self, how: str, found: Any, wanted: Any) -> None:
+        flat = tree.match(wanted, found, f"the result of `{_name(self.f)}`, beside that of `{_name(self.ref)}`,")
+        top = largest(tree.leaves(wanted))
+        for path, x, y in zip(tree.paths(wanted), flat, tree.leaves(wanted), strict=True):
+            self._differs(f"result `{path}`" if path else "the result", how, difference(x, y, top))
+
+    def _gradients(self, how: str, found: Sequence[Any], wanted: Sequence[Tensor]) -> None:
+        top = largest(wanted)
+        for n, x, y in zip(self._floats, found, wanted, strict=False):
+            self._differs(f"the gradient of argument `{self.inputs[n].path}`", how, difference(x, y, top))
+
+    def _adjoint(self, jdx: Sequence[Tensor], cs: Sequence[Tensor], grads: Sequence[Tensor], dxs: Any) -> None:
+        terms = [
+            torch.cat([(a.cpu() * b).reshape(-1) for a, b in zip(*p, strict=True)]) for p in ((jdx, cs), (grads, dxs))
+        ]
+        left, right = (t.double().sum().item() for t in terms)
+        allowed = tolerance(terms[0].dtype) * max(t.double().abs().sum().item() for t in terms)
+        if not abs(left - right) <= allowed:
+            said = f"<J dx, c> is {left:.6g}, <dx, J^T c> is {right:.6g}: the transpose of the gradient is wrong"
+            self._differs("the adjoint identity", "", said)
+
+    def _differs(self, what: str, how: str, said: str | None) -> None:
+        if said is not None:
+            raise AssertionError(
+                f"`{_name(self.f)}` on {self.mesh!r}{how} is not `{_name(self.ref)}`: {what} differs\n  {said}\n"
+                f"  sizes: {errors.sizes(self.sizes)}"
+            )
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", type(f).__name__)
+
+
+def _dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """The sum of the inner products of some values with cotangents of theirs, invariant."""
+    here, out = region(), None
+    for x, y in zip(xs, ys, strict=True):
+        z = (x * y).sum()
+        z = c._psum(z, here.axes_of(here.type_of(z), "VP"))
+        out = z if out is None else out + z
+    assert out is not None
+    return out
