@@ -1,7 +1,6 @@
 """Programs as users write them, in a typed region: each gives the number of one process, or a clear SpecError."""
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -580,21 +579,18 @@ def loss(w: dict[str, Tensor], b: dict[str, Tensor]) -> sl.Mean:
 
 
 def collectives(stage: int, count: int) -> dict[str, int]:
-    """The collectives over dp of one traced step, of leaves (scalars left out), as often as they run."""
-    found: Counter[str] = Counter()
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        layout = sl.zero(SPECS, axis="dp", stage=stage)
-        train = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count))
-        state = train.init(sl.shard(PARAMS, SPECS))
-        for c in train.lower(state, sl.shard(BATCH, "batch/dp seq")).collectives():
-            if c.axis == "dp" and not c.scalar:
-                found[c.op] += c.times
-    return dict(found)
+    """The collectives over dp of one traced step, of leaves, as often as they run."""
+    mesh, layout = sl.make_mesh(dp=2, tp=2, simulate=True), sl.zero(SPECS, axis="dp", stage=stage)
+    train = sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count)
+    with mesh:
+        state, batch = train.init(sl.shard(PARAMS, SPECS)), sl.shard(BATCH, "batch/dp seq")
+    found = sl.testing.collectives(train, state, batch, mesh=mesh)
+    return {name: n for name, n in found.items() if name.endswith(":dp")}
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_each_leaf_is_reduced_once(count: int) -> None:
     """11 leaves, one of them used twice: 11 reductions over dp, whatever the number of micro-batches."""
-    assert collectives(0, count) == {"psum": LEAVES}
-    assert collectives(1, count) == {"psum_scatter": LEAVES, "all_gather": LEAVES}
-    assert collectives(2, count) == {"psum_scatter": count * LEAVES, "all_gather": LEAVES}
+    assert collectives(0, count) == {"psum:dp": LEAVES}
+    assert collectives(1, count) == {"psum_scatter:dp": LEAVES, "all_gather:dp": LEAVES}
+    assert collectives(2, count) == {"psum_scatter:dp": count * LEAVES, "all_gather:dp": LEAVES}
