@@ -524,8 +524,7 @@ def test_plain_autograd_is_refused(op: Any, backward: bool) -> None:
         sl.shard_map(body, in_specs=("i j", "r/dp i"), out_specs="i j")(W1, sl.shard(X, "r/dp i"))
 
 
-@pytest.mark.parametrize("gathers", (True, False))
-def test_forgotten_gather(gathers: bool) -> None:
+def test_forgotten_gather() -> None:
     """A sequence-parallel block without the all_gather before its first matmul: the shapes fit, the numbers do not."""
 
     def body(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
@@ -535,18 +534,16 @@ def test_forgotten_gather(gathers: bool) -> None:
         y = x + sl.psum_scatter("batch seq model +tp -> batch seq/tp model", o)
         return sl.psum(square(y), "tp")
 
-    x, w_in, w_out = draw(4, 8, 6), draw(6, 8), draw(8, 6)
-    with sl.make_mesh(tp=2, simulate=True):
+    def check() -> None:
         specs = ("batch seq/tp model", "model hidden/tp", "hidden/tp model")
-        args = [sl.shard(t, s) for t, s in zip((x, w_in, w_out), specs, strict=True)]
-        run = sl.shard_map(body, in_specs=specs, out_specs="")
-        if gathers:
-            torch.testing.assert_close(sl.gather(run(*args)), square(x + torch.tanh(x @ w_in) @ w_out))
-            return
-        with pytest.raises(
-            sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp"
-        ) as e:
-            run(*args)
+        whole = lambda x, w_in, w_out: square(x + torch.tanh(x @ w_in) @ w_out)  # noqa: E731
+        sl.testing.check(body, whole, mesh=dict(tp=2), in_specs=specs, out_specs="")
+
+    gathers = True
+    check()
+    gathers = False
+    with pytest.raises(sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp") as e:
+        check()
     assert "  pattern: batch seq model, model hidden/tp -> batch seq hidden/tp\n" in str(e.value)
     assert "^^^^^^^^^^^^^^^ all_gather it over `tp` first" in str(e.value)
 

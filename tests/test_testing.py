@@ -143,6 +143,8 @@ def test_given_arguments_may_be_integers() -> None:
             out_specs="rows/dp seq/tp model",
             args=(table, at),
         )
+    with pytest.raises(sl.SpecError, match=r"sizes gives `node`, which no spec names .did you mean `nodes`"):
+        sl.testing.check(f, f, mesh=GRID, in_specs="nodes/dp", out_specs="nodes/dp", sizes=dict(node=4))
     with pytest.raises(sl.SpecError, match="args= have their sizes"):
         sl.testing.check(f, f, mesh=GRID, in_specs="...", out_specs="...", args=(table, at), sizes=dict(vocab=7))
 
@@ -334,13 +336,6 @@ def test_collectives_of_a_function_on_arrays() -> None:
 # ---- check_optimizer
 
 SGD = optim.sgd(0.1)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [SGD, optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(1e-2, weight_decay=0.1)]
-)
-def test_optimizers(optimizer: optim.Optimizer) -> None:
-    sl.testing.check_optimizer(optimizer)
 
 
 def of_gradients(change: Callable[[Tensor, Tensor], Tensor]) -> optim.Optimizer:

@@ -62,11 +62,10 @@ def difference(found: Any, want: Any, floor: float = 0.0, rounding: float | None
     allowed = tolerance(want.dtype) if rounding is None else rounding
     if worst.by <= allowed * max(top, 1e-6 * floor):
         return None
-    right = want[worst.index].item()
+    at, held = f" at {list(worst.index)}" * bool(worst.index), "rank" if len(worst.ranks) == 1 else "ranks"
     return (
-        f"largest difference {worst.by:.3g} (of values up to {top:.3g}) at {list(worst.index)}, held by "
-        f"{'rank' if len(worst.ranks) == 1 else 'ranks'} {listing(worst.ranks).replace('`', '')}: "
-        f"{worst.found:.6g}, not {right:.6g}"
+        f"largest difference {worst.by:.3g} (of values up to {top:.3g}){at}, held by {held} "
+        f"{listing(worst.ranks).replace('`', '')}: {worst.found:.6g}, not {want[worst.index].item():.6g}"
     )
 
 

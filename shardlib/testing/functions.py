@@ -71,19 +71,16 @@ def check(
     instead. The message says what differs, the sizes and the mesh, by how much, where and on which rank.
     """
     m = as_mesh(mesh)
-    if args is None:
-        entries = in_specs if isinstance(in_specs, tuple) else (in_specs,)
-        rounds = [(s, _drawn(entries, s, dtype, seed, m)) for s in _rounds((entries, out_specs), sizes or {}, m)]
-    elif sizes is not None:
+    if args is not None and sizes is not None:
         raise SpecError("check: args= have their sizes; leave sizes= out")
-    else:
-        rounds = [(None, tuple(args))]
-    for chosen, values in rounds:
-        with m:
-            inputs = _inputs(values, in_specs if args is not None else entries, m, seed)
-            found = {name: n for i in inputs for name, n in i.bound()} if chosen is None else chosen
-            with _noted(f"in testing.check with sizes {errors.sizes(found)} on {m!r}"):
-                _Case(f, ref, m, inputs, tree.flatten(values)[1], out_specs, found, seed).compare(adjoint)
+    entries = in_specs if isinstance(in_specs, tuple) else (in_specs,) * (1 if args is None else len(args))
+    rounds = [{}] if args is not None else _rounds((entries, out_specs), sizes or {}, m)
+    for chosen in rounds:
+        values = _drawn(entries, chosen, dtype, seed, m) if args is None else tuple(args)
+        inputs = _inputs(values, entries, m, seed)
+        found = chosen or {name: n for i in inputs for name, n in i.bound()}
+        with m, _noted(f"in testing.check with sizes {errors.sizes(found)} on {m!r}"):
+            _Case(f, ref, m, inputs, tree.flatten(values)[1], out_specs, found, seed).compare(adjoint)
 
 
 @contextmanager
@@ -107,6 +104,9 @@ def _rounds(specs: Any, given: Mapping[str, Any], mesh: Mesh) -> list[dict[str, 
         for d in mesh.resolve(spec).dims:
             if not d.name.isdigit() and d.name not in ("_", "..."):
                 ways[d.name] = math.lcm(ways.get(d.name, 1), mesh.size(d.axes))
+    unknown = [n for n in given if n not in ways]
+    if unknown and not any(tree.is_pytree_class(x) for x in tree.leaves(specs)):  # which have lists and static fields
+        raise SpecError(f"check: sizes gives `{unknown[0]}`, which no spec names{errors.nearest(unknown[0], ways)}")
     rounds = []
     for k in (3, 2):
         sizes = dict(given)

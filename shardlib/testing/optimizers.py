@@ -38,9 +38,17 @@ class _Listed:
     layers: list[_Layer] = stack("layers")
 
 
-# Leaves of all kinds: their specs and shapes, and which of them have 16 bits.
-SPECS = {"matrix": "a/dp b/tp", "vector": "n/dp", "scalar": "", "uneven": "u/dp v", "empty": "e z", "half": "h/dp i"}
-SHAPES = {"matrix": (4, 6), "vector": (8,), "scalar": (), "uneven": (5, 3), "empty": (4, 0), "half": (4, 2)}
+# Leaves of all kinds: spec, shape, dtype.
+LEAVES = {
+    "matrix": ("a/dp b/tp", (4, 6), torch.float64),
+    "vector": ("n/dp", (8,), torch.float64),
+    "uneven": ("u/dp v", (5, 3), torch.float64),
+    "empty": ("e z", (4, 0), torch.float64),
+    "scalar": ("", (), torch.float32),
+    "half": ("h/dp i", (4, 2), torch.bfloat16),
+    "half_scalar": ("", (), torch.float16),
+}
+SPECS = {name: spec for name, (spec, _, _) in LEAVES.items()}
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -89,8 +97,7 @@ def _rule(text: str) -> Iterator[None]:
 def _params(seed: int = 0) -> dict[str, Tensor]:
     """Parameters, or gradients for them."""
     g = torch.Generator().manual_seed(seed)
-    dtypes = {"half": torch.bfloat16}
-    return {n: torch.randn(s, generator=g, dtype=torch.float64).to(dtypes.get(n)) for n, s in SHAPES.items()}
+    return {n: torch.randn(s, generator=g, dtype=torch.float64).to(d) for n, (_, s, d) in LEAVES.items()}
 
 
 def _listed(leaves: dict[str, Tensor]) -> _Listed:
