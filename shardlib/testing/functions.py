@@ -149,7 +149,9 @@ class _Input:
     pending: Leaf | None = None
 
     def bound(self) -> list[tuple[str, int]]:
-        return [(d.name, n) for d, n in zip(self.spec.dims, self.value.shape, strict=True)] if self.spec else []
+        """The names of dimensions and their sizes."""
+        pairs = zip(self.spec.dims, self.value.shape, strict=True) if self.spec else ()
+        return [(d.name, n) for d, n in pairs if d.name != "_" and not d.name.isdigit()]
 
     def local(self, x: Any) -> Any:
         """What a per-device function gets."""
@@ -215,14 +217,14 @@ class _Case:
         if gradients:
             plain_dxs = random(gradients)
             dxs = [shard(x, self.inputs[n].spec) for n, x in zip(self._differentiable, plain_dxs, strict=True)]
-            grads, products = self._mapped(self._both if adjoint else self._backward)(xs, cs, dxs)
+            grads, products = self._mapped(self._derivatives)(xs, cs, dxs if adjoint else None)
             self._gradients("", grads, gradients)
             size = sum((a * b).abs().sum().item() for a, b in zip(gradients, plain_dxs, strict=True))
             self._adjoint([x.shards[0].item() for x in products], size * tolerance(plain_dxs[0].dtype))
 
         def traced(xs: Any, cs: Any) -> Any:
             values = self._mapped(self._values, self.out_specs)(xs)
-            return values, self._mapped(self._backward)(xs, cs, None)[0] if gradients else []
+            return values, self._mapped(self._backward)(xs, cs) if gradients else []
 
         found, grads = jit(traced)(xs, cs)
         self._results(" under jit", found, wanted)
@@ -250,15 +252,17 @@ class _Case:
         full = dict(enumerate(xs)) | dict(zip(self._differentiable, floats, strict=True))
         return _dots(_floats(self._values(list(full.values()))), cs)
 
-    def _backward(self, xs: Sequence[Any], cs: Sequence[Tensor], dxs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def _backward(self, xs: Sequence[Any], cs: Sequence[Tensor]) -> list[Tensor]:
         """J^T c."""
-        return grad(self._paired)([xs[n] for n in self._differentiable], xs, cs), []
+        return grad(self._paired)([xs[n] for n in self._differentiable], xs, cs)
 
-    def _both(self, xs: Sequence[Any], cs: Sequence[Tensor], dxs: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """J^T c; <J dx, c>, where J dx is the gradient of <J^T c, dx> with respect to c; and <dx, J^T c>."""
+    def _derivatives(self, xs: Sequence[Any], cs: Sequence[Tensor], dxs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """J^T c and, for given dx, <J dx, c> and <dx, J^T c>. J dx is the gradient of <dx, J^T c> with respect to c."""
+        if dxs is None:
+            return self._backward(xs, cs), []
 
         def back(cs: Sequence[Tensor], xs: Sequence[Any], dxs: Sequence[Tensor]) -> tuple[Tensor, Aux]:
-            grads = self._backward(xs, cs, None)[0]
+            grads = self._backward(xs, cs)
             return _dots(grads, dxs), Aux(extra=grads)
 
         (right, aux), ahead = value_and_grad(back)(cs, xs, dxs)

@@ -90,8 +90,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def _rule(text: str) -> Iterator[None]:
     try:
         yield
-    except (ShardError, AssertionError) as e:
-        raise AssertionError(f"check_optimizer: {text}: {e}") from e
+    except Exception as e:
+        kind = "" if isinstance(e, (ShardError, AssertionError)) else f"{type(e).__name__}: "
+        raise AssertionError(f"check_optimizer: {text}: {kind}{e}") from e
 
 
 def _params(seed: int = 0) -> dict[str, Tensor]:
