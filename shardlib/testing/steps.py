@@ -86,7 +86,18 @@ def collectives(
     return {name: n for name, n in found.items() if n}
 
 
-def _moved(x: Any, what: str, mesh: Mesh, place: Callable[[Tensor, Spec, Mesh], Array] = shard) -> Any:
+def _placed(x: Tensor, spec: Spec, mesh: Mesh) -> Array:
+    """The values of an array of any mesh, or of a global tensor, on `mesh`; sums still to be made are made."""
+    return shard(gather(x) if isinstance(x, Array) else x, spec.without(spec.pending), mesh)
+
+
+def _empty(x: Tensor, spec: Spec, mesh: Mesh) -> Array:
+    """An array of the shape and dtype of `x` on `mesh`."""
+    shape = cuts.padded_shape(spec, x.shape, mesh.shape)
+    return Array([torch.empty(shape, dtype=x.dtype, device=mesh.device)], spec, x.shape, mesh)
+
+
+def _moved(x: Any, what: str, mesh: Mesh, place: Callable[[Tensor, Spec, Mesh], Array] = _placed) -> Any:
     """A tree of arrays of any mesh, or a `@pytree` object of plain tensors, as arrays on `mesh`; the rest as it is."""
     flat, treedef = tree.flatten(x)
     plain = not any(isinstance(leaf, Array) for leaf in flat) and tree.is_pytree_class(type(x))
@@ -97,12 +108,5 @@ def _moved(x: Any, what: str, mesh: Mesh, place: Callable[[Tensor, Spec, Mesh], 
             out.append(leaf)
             continue
         with located(f"{what}, `{path}`" if path else what):
-            whole = gather(leaf) if isinstance(leaf, Array) and place is shard else leaf
-            out.append(place(whole, cuts.check_rank(mesh.resolve(spec.expand(leaf.dim())), leaf.shape), mesh))
+            out.append(place(leaf, cuts.check_rank(mesh.resolve(spec.expand(leaf.dim())), leaf.shape), mesh))
     return tree.unflatten(treedef, out)
-
-
-def _empty(x: Tensor, spec: Spec, mesh: Mesh) -> Array:
-    """An array of the shape and dtype of `x`."""
-    shape = cuts.padded_shape(spec, x.shape, mesh.shape)
-    return Array([torch.empty(shape, dtype=x.dtype, device=mesh.device)], spec, x.shape, mesh)
