@@ -358,7 +358,7 @@ def ppermute(x: Any, axes: Axes, perm: Sequence[tuple[int, int]] | None = None, 
 
     def one(y: Tensor, _: tuple[str, ...]) -> Tensor:
         refuse("ppermute", y, plain, "P", "psum it first")
-        return _ppermute(y, ordered, tuple(source))
+        return _ppermute(pvary(y, ordered), ordered, tuple(source))  # what is equal goes different ways from here
 
     return _each("ppermute", x, axes, one)
 
