@@ -2,6 +2,7 @@
 
 from shardlib import optim as optim
 from shardlib import random as random
+from shardlib import testing as testing
 from shardlib.array import Array as Array
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad

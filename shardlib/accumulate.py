@@ -101,6 +101,11 @@ def planned(
             enter += [[cut_leaf(leaf, dim, count) for leaf in leaves[1]], *leaves[2:]]
             metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
             loss = analyse(grad_fn, mesh, trees, metas)
+            if loss.weighs_extra and count > 1:
+                raise SpecError(
+                    "step: the weight of the loss depends on `extra`, which changes from one micro-batch to the next; "
+                    "weights of all are summed first"
+                )
             sums = tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute)
             plans[key] = Plan(lay, sums, dim, count, loss)
         return plans[key]
@@ -139,6 +144,11 @@ def accumulated(
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
         (mean, aux), grads = grad_fn(params, piece, key=key, extra=extra, seeds=seeds)
+        if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
+            raise SpecError(
+                f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
+                "checked: what changes from step to step comes in as a tensor, in the batch or in extra"
+            )
         with padding_allowed():
             grads = tree.map_(lambda g, s: move(wide(g), s), grads, plan.sums)
             grads = grads if acc is None else tree.map_(_accumulate, acc, grads)
@@ -205,23 +215,29 @@ def cut_leaf(leaf: Leaf, name: str | None, n: int) -> Leaf:
 def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, mesh: Mesh) -> tuple[str | None, int]:
     """The name of the batch dimension and how many micro-batches to cut it into.
 
-    It is the first dimension name of the first leaf. `accumulate`: how many; `microbatch`: rows per rank in each.
+    It is the first dimension of the first leaf in which that is split (of the first leaf, where none is).
+    `accumulate`: how many; `microbatch`: rows per rank in each.
     """
+    for what, asked in (("accumulate", accumulate), ("microbatch", microbatch)):
+        if asked is not None and not isinstance(asked, int):
+            raise SpecError(
+                f"step: {what}= is a number of {'pieces' if asked is accumulate else 'rows'}, not {asked!r}"
+            )
     if accumulate is not None and microbatch is not None:
         raise SpecError("step: give accumulate= (how many micro-batches) or microbatch= (rows per rank), not both")
     if accumulate in (None, 1) and microbatch is None:
         return None, 1
-    flat = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
-    spec = getattr(flat[0], "spec", None) if flat else None
-    if spec is None or spec.dims[0].name == "_":
+    flat = [x for x in tree.leaves(batch) if isinstance(x, Array) and x.dim()]
+    first = next((x for x in flat if x.spec.dims[0].axes), flat[0] if flat else None)
+    if first is None or first.spec.dims[0].name == "_":
         raise SpecError(
-            "step: micro-batches are cut along the first named dimension of the batch's first leaf, which has none: "
-            "sl.shard(batch, 'batch/dp ...')"
+            "step: micro-batches are cut along the first dimension of the batch's first leaf that is split there; "
+            "none has a name: sl.shard(batch, 'batch/dp ...')"
         )
-    dim = spec.dims[0]
+    dim = first.spec.dims[0]
     n, asked = accumulate or 0, f"accumulate={accumulate}"
     if microbatch is not None:
-        here, asked = flat[0].shape[0] // mesh.size(dim.axes), f"microbatch={microbatch}"
+        here, asked = first.shape[0] // mesh.size(dim.axes), f"microbatch={microbatch}"
         n = here // microbatch if microbatch > 0 and here % microbatch == 0 else 0
     for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
         for d, rows in zip(leaf.spec.dims, leaf.shape, strict=True) if isinstance(leaf, Array) else ():

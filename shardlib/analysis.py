@@ -22,6 +22,7 @@ class Analysis:
 
     axes: tuple[str, ...]
     coefficients: tuple[float, ...]
+    weighs_extra: bool  # whether weights depend on `extra`
     _weights: GraphModule
     _metas: Sequence[Meta]
 
@@ -75,10 +76,10 @@ def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[S
     kinds = [m.kind or "I" * len(mesh.shape) for m in results[:n]]
     axes = [a for a, letters in zip(mesh.shape, zip(*kinds, strict=True), strict=True) if "P" in letters]
     weights = sliced(module, range(n, 2 * n))
-    reads = used_placeholders(weights)[: counts[0]]
-    if any(reads):
-        culprits = [p for p, read in zip(tree.paths(trees[0]), reads, strict=True) if read]
+    reads = used_placeholders(weights)
+    if any(reads[: counts[0]]):
+        culprits = [p for p, read in zip(tree.paths(trees[0]), reads, strict=False) if read]
         raise SpecError(
             f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); it may count data alone"
         )
-    return Analysis(tuple(axes), kept[0], weights, results[n : 2 * n])
+    return Analysis(tuple(axes), kept[0], any(reads[sum(counts[:3]) :]), weights, results[n : 2 * n])

@@ -45,24 +45,56 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
             f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}"
         )
     here = region()
+    value = Mean._of_terms(tuple(replace(t, total=_shared(here, t.total)) for t in value.terms))
     for term in value.terms:
         for what, x in (("total", term.total), ("weight", term.weight)):
-            bad = here.axes_of(here.type_of(x), "VR" if what == "total" else "V")
+            bad = here.axes_of(here.type_of(x), "V")
             if bad:
                 raise SpecError(
                     f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
-                    f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, "
-                    "sl.pmean for a mean"
+                    f"  Mean.of('... dim/{bad[0]}', x), or sl.pending(x, '{bad[0]}') of the total and of its count for "
+                    "sums over ranks (a number as weight counts once), or sl.pmean for a mean. (Where a plain torch op "
+                    f"contracted a dimension split over `{bad[0]}`, its sum is missing: sl.einsum writes it, psum "
+                    "makes it)"
                 )
+    for name, x in (aux.metrics or {}).items():
+        _check_metric(here, name, x)
     return value, aux
 
 
-def accepted(f: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of `options` that `f` has parameters for."""
+def _shared(here: Region, total: Tensor) -> Tensor:
+    """A total that is replicated (a penalty on parameters) as a sum to which every rank gives its equal share."""
+    axes = here.axes_of(here.type_of(total), "R")
+    return c._pending(total / here.mesh.size(axes), axes) if axes else total
+
+
+RESERVED = ("loss", "grad_norm", "tokens", "lr", "skipped", "scale")  # metrics of `step` itself
+
+
+def _check_metric(here: Region, name: str, x: Any) -> None:
+    """Raise where a metric does not say how the ranks combine."""
+    if name in RESERVED:
+        raise SpecError(f"metric `{name}`: step gives one of that name; give yours another")
+    for term in x.terms if isinstance(x, Mean) else (x,):
+        for y in (term.total, term.weight) if isinstance(x, Mean) else (term,):
+            if not isinstance(y, Tensor) or y.dim() or here.axes_of(here.type_of(y), "V"):
+                said = here.describe(y) if isinstance(y, Tensor) else repr(y)
+                raise SpecError(
+                    f"metric `{name}` is {said}; a metric is a Mean (Mean.of('batch/dp seq', x, weight)), or a 0-d "
+                    "tensor that is equal on all ranks (sl.pmean) or pending (sl.pending)"
+                )
+
+
+def accepted(f: Callable[..., Any], given: int, **options: Any) -> dict[str, Any]:
+    """Those of `options` that `f` has parameters for after `given` others. Raises where it needs one that is None."""
     try:
-        names = inspect.signature(f).parameters
+        names = dict(list(inspect.signature(f).parameters.items())[given:])
     except (TypeError, ValueError):
         return {}
+    for k, v in options.items():
+        if v is None and k in names and names[k].default is inspect.Parameter.empty:
+            how = dict(key="evaluate(...)(params, batch, key=key)", extra="step.init(params, extra=...)").get(k)
+            raise SpecError(f"{getattr(f, '__name__', 'the loss')} takes `{k}=`, which was not given: {how}")
     return {k: v for k, v in options.items() if k in names}
 
 
@@ -82,7 +114,7 @@ class GradFn:
             return self._loss(args, key, extra)
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
-        return parts_of_loss(self.f(*args, **accepted(self.f, key=key, extra=extra)))
+        return parts_of_loss(self.f(*args, **accepted(self.f, len(args), key=key, extra=extra)))
 
     def __call__(self, *args: Any, key: Any = None, extra: Any = None, seeds: Sequence[Tensor] | None = None) -> Any:
         here = region()
@@ -163,6 +195,11 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
                 f"the gradient of `{path}` over `{axis}` should be {dual}, its parts differ by rank: "
                 "a reduction was lost (a custom backward, or an op that types do not see through).\n"
                 f"  pvary the value over `{axis}` where it is used differently by rank"
+            )
+        if k == "R" and f == "I" and here.zeros.get(g) is None:
+            raise SpecError(
+                f"the gradient of `{path}` over `{axis}` should be pending, it is equal on all ranks: a sum was made "
+                "in a custom backward, and would be made again.\n  Return the cotangent there as it is"
             )
         out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
     with paused():

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,8 @@ def save(dir: str | os.PathLike[str], state: Any, *, step: int | None = None, ke
     def look() -> tuple[tuple[int, list[_Leaf]], list[str]]:
         if keep is not None and keep < 1:
             raise ValueError(f"save: keep={keep}; the new save at least is kept")
+        if step is not None and not (isinstance(step, int) and step >= 0):
+            raise ValueError(f"save: step={step!r}; a step is an int from 0")
         number = _step(state) if step is None else step
         leaves = _leaves(tree.paths(state), tree.leaves(state))
         for leaf in leaves:
@@ -74,9 +77,13 @@ def save(dir: str | os.PathLike[str], state: Any, *, step: int | None = None, ke
     try:
         chunks.write(aside, (p for leaf in leaves for p in leaf.pieces()), ranks.exchange)
         ranks.first(publish)
-    except BaseException:
+    except BaseException as e:
         if ranks.rank == 0:
             saves.discard(aside)
+        e.add_note(
+            f"while {target} was saved ({shutil.disk_usage(root).free >> 20} MB are free there); "
+            "older saves are as they were"
+        )
         raise
     return target
 
@@ -278,7 +285,10 @@ def _is_abstract(x: Any) -> bool:
 
 def _info(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / saves.MARK).read_text())
+        info = json.loads((folder / saves.MARK).read_text())
+        return {**info, "crc32": info["crc32"], "leaves": info["leaves"]}
+    except (ValueError, KeyError, TypeError) as e:
+        raise TreeError(f"{folder / saves.MARK} is damaged: {e}") from None
     except FileNotFoundError:
         inside = [p.name for p in saves.whole(folder)[-3:]]
         hint = f"it holds {listing(inside)}; sl.latest gives the newest" if inside else f"it has no {saves.MARK}"

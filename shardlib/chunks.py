@@ -168,11 +168,11 @@ def read(folder: Path, metadata: Metadata, wanted: Iterable[Piece]) -> list[Any]
         return _place(metadata.storage_data[at])
 
     for file, chunks in groupby(sorted({*uses, *plain}, key=place), key=lambda at: place(at)[0]):
-        sums = json.loads(_sums_of(folder / file).read_text())
+        sums = _sums(folder / file)
         for at in chunks:
             _, offset, length = place(at)
             data = _bytes(folder / file, offset, length)
-            if zlib.crc32(data) != sums[str(offset)]:
+            if zlib.crc32(data) != sums.get(str(offset)):
                 raise TreeError(f"`{at.fqn}`: {folder / file} is damaged: the checksum of the {length} bytes from byte "
                                 f"{offset} is not the one that was written")  # fmt: skip
             values[at] = value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -181,6 +181,14 @@ def read(folder: Path, metadata: Metadata, wanted: Iterable[Piece]) -> list[Any]
                     target.copy_(value[part])
                 del values[at]
     return [values[at] for at in plain]
+
+
+def _sums(path: Path) -> dict[str, int]:
+    """The checksums of a file's pieces, by offset."""
+    try:
+        return dict(json.loads(_sums_of(path).read_text()))
+    except (ValueError, TypeError) as e:
+        raise TreeError(f"{_sums_of(path)} is damaged: {e}") from None
 
 
 def _slices(start: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -190,16 +190,29 @@ def _identity(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x.view_as(x)
 
 
+def _equal(g: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """The cotangent of an invariant value, which must be equal on all ranks, too."""
+    here = region()
+    bad = [a for a in axes if here.typed and here.over(g, a) in "VP"]
+    if bad:
+        raise SpecError(
+            f"the gradient of what a psum over {listing(bad)} gave differs by rank: a reduction was lost (in a custom "
+            "backward, or a function that types do not see into, such as one of torch.jit).\n"
+            f"  pvary the value over {listing(bad)} before it is used there"
+        )
+    return g
+
+
 def _no_gradient(g: Tensor, *_: Any) -> Tensor:
     raise SpecError("pmax has no gradient: detach its operand, or use a sum")
 
 
 _PVary = _function("pvary", "R", _identity, lambda g, axes: _psum(g, axes))
-_PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(g, axes))
+_PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(_equal(g, axes), axes))
 _AllGather = _function("all_gather", "R", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
 _PSumScatter = _function("psum_scatter", "V", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
 _AllGatherInvariant = _function(
-    "all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(g, axes, dim)
+    "all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(_equal(g, axes), axes, dim)
 )
 _OwnSlice = _function("own_slice", "V", _cut, lambda g, axes, dim: _all_gather(g, axes, dim, True))
 _AllToAll = _function("all_to_all", "V", _exchange, lambda g, axes, split, concat: _all_to_all(g, axes, concat, split))
@@ -258,6 +271,8 @@ def _each(op: str, x: Any, axes: Axes, fn: Callable[[Tensor, tuple[str, ...]], T
 
 def sum_over(x: Tensor, axes: tuple[str, ...], op: str = "psum") -> Tensor:
     """`psum` of one tensor over plain axes, types checked."""
+    if x.dtype == torch.bool:
+        raise SpecError(f"{op} of a bool tensor would be an `or`: cast it to an integer first")
     refuse(
         op,
         x,
@@ -343,7 +358,7 @@ def ppermute(x: Any, axes: Axes, perm: Sequence[tuple[int, int]] | None = None, 
 
     def one(y: Tensor, _: tuple[str, ...]) -> Tensor:
         refuse("ppermute", y, plain, "P", "psum it first")
-        return _ppermute(y, ordered, tuple(source))
+        return _ppermute(pvary(y, ordered), ordered, tuple(source))  # what is equal goes different ways from here
 
     return _each("ppermute", x, axes, one)
 

@@ -23,6 +23,7 @@ _LIKE = frozenset(
 )
 _KEEPS_LEAF = frozenset("zeros_like ones_like empty_like full_like _to_copy clone detach alias view_as".split())
 _KEEPS_PADDING = _LIKE | frozenset("detach alias view_as wait_tensor _to_copy clone device".split())
+UNDECLARED = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())  # write args 3, 4 if args[5]
 _PLAIN, _FACTORY, _FROM_VALUE, _LIFTED, _MUTATES, _RANDOM = range(6)
 
 # What is linear, by the name of the aten op. `_MOVES`: in its first operand, the others being equal on all ranks;
@@ -69,6 +70,19 @@ def _linear(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], letters: l
     return name in _ADDS_PRODUCT and letters[0] == "P" and letters[1:].count("P") == 1 and "V" not in letters
 
 
+_ZEROS = frozenset("zeros zeros_like new_zeros _efficientzerotensor".split())
+
+
+def _stays_zero(name: str, operands: list[Tensor], zeros: dict[int, Any]) -> bool:
+    """Whether a plain op gives zero since its operands are."""
+    if name in _SCALES and name != "div":
+        return any(id(a) in zeros for a in operands)
+    whole = (
+        operands if name in ("add", "sub", "cat", "stack") else operands[:1] if name in _MOVES or name == "div" else ()
+    )
+    return bool(whole) and all(id(a) in zeros for a in whole)
+
+
 class _Rule(NamedTuple):
     """How `Flow` treats an op. `keeps`: its result is still the same leaf (a copy, a cast, zeros like it). `writes`:
     the arguments that it writes into, by position and name."""
@@ -92,6 +106,8 @@ def _rule(func: Any) -> _Rule:
     ours = func.namespace in ("shardlib", "profiler", "_c10d_functional")
     declared = enumerate(func._schema.arguments)
     writes = tuple((i, a.name) for i, a in declared if a.alias_info is not None and a.alias_info.is_write)
+    if name in UNDECLARED:
+        writes = ((3, "running_mean"), (4, "running_var"))
     kind = _MUTATES if writes else _PLAIN
     if torch.Tag.nondeterministic_seeded in tags and not ours:
         kind = _RANDOM
@@ -168,6 +184,10 @@ class Flow(TorchDispatchMode):
                     here.types.put(o, joined)
                 if padded and o.shape in padded:
                     here.padded.set(o, True)
+        zeros = here.zeros
+        makes_zero = rule.name in _ZEROS or (zeros.entries and _stays_zero(rule.name, operands, zeros.entries))
+        if makes_zero and isinstance(out, Tensor):
+            zeros.set(out, True)
         if rule.keeps and here.leaves.entries and isinstance(out, Tensor) and out.shape == operands[0].shape:
             leaf = here.leaves.entries.get(id(operands[0]))
             if leaf is not None:
@@ -193,6 +213,8 @@ class Flow(TorchDispatchMode):
                 "V" if letter == "P" and not _linear(core, args, kwargs, list(letters)) else letter
                 for letter, letters in zip(joined, zip(*kinds, strict=True), strict=True)
             )
+        if name in UNDECLARED and not args[5]:
+            return joined
         for i, written in rule.writes:
             target = args[i] if i < len(args) else kwargs.get(written)
             for x in target if isinstance(target, (list, tuple)) else (target,):
@@ -211,6 +233,7 @@ class Flow(TorchDispatchMode):
         """An in-place write changes the type of its target and of everything that shares memory with it."""
         here = self.region
         here.refuse_written(name, target)
+        here.leaves.discard(target)
         held = here.types.get(target)
         if held is None or held == joined:
             here.types.set(target, joined)

@@ -15,7 +15,9 @@ from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
+from shardlib.insert import refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.shard_map import tracing
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
 
@@ -110,6 +112,9 @@ class Jitted:
         return self._program(*self._flat(args))
 
     def __call__(self, *args: Any) -> Any:
+        if tracing():  # inside another jitted function
+            return self.f(*args)
+        refuse_autocast()
         flat, treedef, static = self._flat(args)
         gone = self._donated(args)
         program = self._program(flat, treedef, static)
@@ -288,6 +293,9 @@ def jit(
     Everything is traced: forward, backward, collectives, optimizer; a loop over micro-batches is one graph called
     several times. All ranks have the same program. On a simulated mesh the ranks run it in lockstep, and what types
     call equal is compared. Attributes of `f` (`init`) stay; a line on stderr says what led to another trace.
+
+    `.lower(*args)` gives the program without running it (`Lowered`): `.collectives()` lists what it sends, `.as_text()`
+    its source; `.traces` holds the programs made so far.
 
     `donate_argnums`: arguments whose memory the call takes over; they cannot be used again. `static_argnums`: hashable
     arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or `"inductor"`. Raises

@@ -28,9 +28,10 @@ class Term:
 class Mean:
     """A weighted mean that is still a total and a weight, or a sum of such means.
 
-    `Mean(total, weight)` takes 0-d tensors (or numbers) that are invariant or pending; each stands for its sum over the
-    axes it is pending over. Inside a per-device function means can be scaled by numbers and added: `nll + 0.01 * aux`,
-    each with its own weight. At rest (what `evaluate` returns) adding merges batches: totals and weights add up.
+    `Mean(total, weight)` takes 0-d tensors that are invariant or pending; each stands for its sum over the axes it is
+    pending over. A number as weight counts once, not once per rank: `Mean.of` makes both from a split tensor. Inside a
+    per-device function means can be scaled by numbers and added: `nll + 0.01 * aux`, each with its own weight. At rest
+    (what `evaluate` returns) adding merges batches: totals and weights add up.
     """
 
     terms: tuple[Term, ...]
@@ -48,9 +49,11 @@ class Mean:
     def of(cls, spec: str, x: Tensor, weight: Tensor | None = None) -> "Mean":
         """The mean of all elements of `x`, of spec `spec`, each weighing `weight` (broadcast; default 1).
 
-        Total and weight are pending over the axes that the spec names. 16-bit values are summed in float32.
+        Total and weight are pending over the axes that the spec names; over others `x` must not vary. 16-bit values
+        are summed in float32.
         """
-        parsed = check_operand(parse_list(spec, 1)[0], x, spec)
+        varies = region().axes_of(region().type_of(x), "V") if isinstance(x, Tensor) else ()
+        parsed = check_operand(parse_list(spec, 1)[0], x, spec, varies)
         axes, dtype = parsed.split, torch.promote_types(x.dtype, torch.float32)
         if weight is None:
             total, count = x.sum(dtype=dtype), torch.full((), float(x.numel()), dtype=dtype, device=x.device)

@@ -351,7 +351,8 @@ def token_loss(
 
     The vocabulary may be split. Negative targets weigh nothing. A `Mean` over tokens (each weighing `weight`, default
     1), pending over the axes of the targets; with `per_token=True` the losses themselves, zeros where the target is
-    negative. 16-bit logits are computed in float32.
+    negative. 16-bit logits are computed in float32. A target beyond the vocabulary gives NaN where that is split, and
+    is an error of torch where it is not.
     """
     specs, here, local = parse_list(pattern, 2), region(), dict[str, int]()
     axes = axes_named(specs, here)
@@ -363,6 +364,8 @@ def token_loss(
     valid, logits = targets >= 0, logits.to(torch.promote_types(logits.dtype, torch.float32))
     if scores.dims[-1].axes:
         loss = _split_cross_entropy(logits, targets, scores.dims[-1].axes)
+        beyond = targets >= logits.shape[-1] * here.mesh.size(scores.dims[-1].axes)
+        loss = torch.where(beyond, torch.nan, loss)
         loss = torch.where(valid, loss, torch.zeros_like(loss))
     else:
         wanted = torch.where(valid, targets, -100).flatten()

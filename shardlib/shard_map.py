@@ -19,18 +19,19 @@ from torch._subclasses.fake_tensor import (  # no public way to run on shapes al
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardlib import layout, tree
 from shardlib.array import Array
 from shardlib.errors import MeshError, SpecError, located
-from shardlib.insert import per_device
+from shardlib.insert import per_device, refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.simulate import run_threads
 from shardlib.spec import Cut, Dim, Spec, as_spec
 from shardlib.types import Leaf, Region
 
-_Known = list[Leaf | None] | None
+_Known = tuple[list[Leaf | None], Any] | None  # the leaves of a result, and its structure
 _Returned = tuple[list[Any], list[Leaf | None], Any, bool]
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -88,6 +89,11 @@ def _enters_as(x: Tensor, said: Any, mesh: Mesh) -> Spec:
             held, mend = "plain, hence equal on all ranks", f"sl.shard(x, '{spec}') first"
         raise spec.error(f"a value of shape {tuple(x.shape)}, {held}, is not `{spec}`", at, mend)
     return Spec(spec.dims, spec.pending, spec.memory, stacked=has.stacked) if isinstance(x, Array) else spec
+
+
+def tracing() -> bool:
+    """Whether a program is being traced."""
+    return get_proxy_mode() is not None
 
 
 def shards_of(x: Any) -> list[Any]:
@@ -166,6 +172,7 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
     seen: dict[Any, _Known] = {}
 
     def run(*args: Any) -> Any:
+        refuse_autocast()
         m = mesh or current_mesh()
         name = getattr(f, "__name__", "function")
         leaves = borders(in_specs, args, m, name)
@@ -174,18 +181,25 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
         def body(*local: Any, known: _Known = None) -> _Returned:
             with device_code(m, name, typed=known is None) as here:
                 out = f(*tree.unflatten(treedef, enter(here, local, leaves)))
-                values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known)
+                values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known[0])
                 return values, found, tree.flatten(out)[1], here.asked
 
         shards = [shards_of(x) for x in flat]
-        if any(isinstance(s[0], FakeTensor) for s in shards):
-            return _wrap([body(*(s[0] for s in shards))], m)
+        local = [s[0] for s in shards]
+        if tracing() or any(isinstance(x, FakeTensor) for x in local):
+            _refuse_captured(args, m, name)
+            return _wrap([body(*local)], m)
         key = (treedef, m.name, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves, strict=True)))
         if key not in seen:
-            seen[key] = _first_run(body, [s[0] for s in shards], name)
+            seen[key] = _first_run(body, local, name)
         if m.simulate and m.total > 1:
             return _wrap(run_threads(m, body, [[s[r if len(s) > 1 else 0] for s in shards] for r in range(m.total)]), m)
-        return _wrap([body(*(s[0] for s in shards), known=seen[key] if m.total == 1 else None)], m)
+        known = seen[key]
+        if m.total == 1 and known is not None:
+            result = body(*local, known=known)
+            if _as_known(result, known):
+                return _wrap([result], m)
+        return _wrap([body(*local)], m)
 
     run.__name__ = getattr(f, "__name__", "shard_map")
     return run
@@ -195,6 +209,23 @@ def _signature(x: Any, leaf: Leaf | None) -> Any:
     if leaf is None or not isinstance(x, Tensor):
         return x if isinstance(x, (int, float, str, bool)) else type(x)
     return leaf, x.dtype
+
+
+def _as_known(result: _Returned, known: tuple[list[Leaf | None], Any]) -> bool:
+    """Whether a run gave what the first one did: other arguments, or what it captured, may have changed that."""
+    values, leaves, structure, _ = result
+    pairs = zip(values, leaves, strict=True) if structure == known[1] else ()
+    return structure == known[1] and all(leaf is None or leaf.shape == tuple(x.shape) for x, leaf in pairs)
+
+
+def _refuse_captured(args: Any, mesh: Mesh, name: str) -> None:
+    """While a program of several ranks is traced: raise for an array that is no argument of it."""
+    for path, x in zip(tree.paths(args), tree.leaves(args), strict=True) if tracing() and mesh.total > 1 else ():
+        if isinstance(x, Array) and not isinstance(x.shards[0], FakeTensor):
+            raise SpecError(
+                f"{name}: argument `{path}` is an array that a jitted function captured, {x!r}: one program cannot "
+                "hold every rank's shard of it.\n  Pass it as an argument of the jitted function"
+            )
 
 
 def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
@@ -210,8 +241,8 @@ def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> _Kn
     fake = [fake_like(mode, x) if isinstance(x, Tensor) else x for x in local]
     try:
         with mode:
-            _, leaves, _, asked = body(*fake)
-        return None if asked else leaves
+            _, leaves, structure, asked = body(*fake)
+        return None if asked else (leaves, structure)
     except DATA_DEPENDENT:
         warnings.warn(
             f"{name} takes a Python decision on a tensor's value, so it could not be checked before it ran; "

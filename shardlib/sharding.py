@@ -183,6 +183,11 @@ def leaf_of(x: Any, what: str) -> Leaf:
             f"{what}: {said} is not a leaf that entered here (torch ops keep types, not specs): "
             "gather before computing with it, or use a pattern such as all_gather('a/x b -> a b', x)"
         )
+    if x.dim() != found.spec.ndim:
+        raise SpecError(
+            f"{what}: the leaf `{found.spec}` has {x.dim()} dimension(s) here (inside vmap one is hidden, and a spec "
+            "counts all): gather it outside of vmap, or use a pattern such as all_gather('a/x b -> a b', x)"
+        )
     return found
 
 

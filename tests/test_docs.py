@@ -1,34 +1,53 @@
-"""The README's code runs, and what it says of errors is what they say."""
+"""The code of the README and of docs/ runs, and what the README says of errors is what they say."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shardlib as sl
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-def blocks(language: str) -> list[str]:
-    return [code for said, code in re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL) if said == language]
+def blocks(page: Path, language: str) -> list[str]:
+    found = re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.DOTALL)
+    return [code for said, code in found if said == language]
+
+
+def run(page: Path) -> dict[str, Any]:
+    """All python blocks of a page in one scope, at the lines where they stand."""
+    scope: dict[str, Any] = {"__name__": page.stem}
+    for code in blocks(page, "python"):
+        before = page.read_text().split(code)[0].count("\n")
+        exec(compile("\n" * before + code, str(page), "exec"), scope)
+    return scope
 
 
 def test_readme_code_runs() -> None:
-    scope: dict[str, object] = {"__name__": "readme"}
-    for code in blocks("python"):
-        exec(compile(code, "README.md", "exec"), scope)
-    metrics = scope["metrics"]
-    assert isinstance(metrics, dict) and metrics["loss"] < 1.0, "100 steps fit 32 rows of noise better than zeros do"
+    assert run(README)["metrics"]["loss"] < 1.0, "100 steps fit 32 rows of noise better than zeros do"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_of_pages_runs(page: Path) -> None:
+    """The tests that a page defines run, too: once for each parameter."""
+    for name, f in run(page).items():
+        if name.startswith("test_"):
+            marks = [m for m in getattr(f, "pytestmark", []) if m.name == "parametrize"]
+            for options in [{m.args[0]: value} for m in marks for value in m.args[1]] or [{}]:
+                f(**options)
 
 
 def test_readme_error_is_what_it_says() -> None:
-    code = blocks("python")[0].replace('    y = sl.psum("batch/dp model +tp -> batch/dp model", y)\n', "")
+    code = blocks(README, "python")[0].replace('    y = sl.psum("batch/dp model +tp -> batch/dp model", y)\n', "")
     with pytest.raises(sl.SpecError) as error:
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    said = next(b for b in blocks("") if b.startswith("SpecError"))
+    said = next(b for b in blocks(README, "") if b.startswith("SpecError"))
     assert said.strip() == f"SpecError: {error.value}"
 
 
 def test_readme_shows_the_two_commands() -> None:
-    assert "make demo" in README and "make test" in README
+    assert "make demo" in README.read_text() and "make test" in README.read_text()

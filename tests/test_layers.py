@@ -33,6 +33,7 @@ LAYERS = [
     ["jit"],
     ["analysis", "accumulate"],
     ["step"],
+    ["testing.forks", "testing.compare", "testing.functions", "testing.steps", "testing.optimizers"],
 ]
 ORDER = [name for layer in LAYERS for name in layer]
 

@@ -87,10 +87,16 @@ def test_the_first_update_uses_the_rate_of_count_zero():
         assert sl.gather(state.params).item() == pytest.approx(1 - 0.9, rel=1e-14)
 
 
+OURS = [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(0.1, weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_the_contract_of_optimizers(ours):
+    sl.testing.check_optimizer(ours)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "ours", [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(0.1, weight_decay=0.1)]
-)
+@pytest.mark.parametrize("ours", OURS)
 def test_state_keeps_its_dtypes(ours, dtype):
     """0-d leaves included: two 0-d tensors promote to the wider dtype."""
 

@@ -1,7 +1,6 @@
 """Programs as users write them, in a typed region: each gives the number of one process, or a clear SpecError."""
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -525,8 +524,7 @@ def test_plain_autograd_is_refused(op: Any, backward: bool) -> None:
         sl.shard_map(body, in_specs=("i j", "r/dp i"), out_specs="i j")(W1, sl.shard(X, "r/dp i"))
 
 
-@pytest.mark.parametrize("gathers", (True, False))
-def test_forgotten_gather(gathers: bool) -> None:
+def test_forgotten_gather() -> None:
     """A sequence-parallel block without the all_gather before its first matmul: the shapes fit, the numbers do not."""
 
     def body(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
@@ -536,18 +534,16 @@ def test_forgotten_gather(gathers: bool) -> None:
         y = x + sl.psum_scatter("batch seq model +tp -> batch seq/tp model", o)
         return sl.psum(square(y), "tp")
 
-    x, w_in, w_out = draw(4, 8, 6), draw(6, 8), draw(8, 6)
-    with sl.make_mesh(tp=2, simulate=True):
+    def check() -> None:
         specs = ("batch seq/tp model", "model hidden/tp", "hidden/tp model")
-        args = [sl.shard(t, s) for t, s in zip((x, w_in, w_out), specs, strict=True)]
-        run = sl.shard_map(body, in_specs=specs, out_specs="")
-        if gathers:
-            torch.testing.assert_close(sl.gather(run(*args)), square(x + torch.tanh(x @ w_in) @ w_out))
-            return
-        with pytest.raises(
-            sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp"
-        ) as e:
-            run(*args)
+        whole = lambda x, w_in, w_out: square(x + torch.tanh(x @ w_in) @ w_out)  # noqa: E731
+        sl.testing.check(body, whole, mesh=dict(tp=2), in_specs=specs, out_specs="")
+
+    gathers = True
+    check()
+    gathers = False
+    with pytest.raises(sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp") as e:
+        check()
     assert "  pattern: batch seq model, model hidden/tp -> batch seq hidden/tp\n" in str(e.value)
     assert "^^^^^^^^^^^^^^^ all_gather it over `tp` first" in str(e.value)
 
@@ -580,21 +576,18 @@ def loss(w: dict[str, Tensor], b: dict[str, Tensor]) -> sl.Mean:
 
 
 def collectives(stage: int, count: int) -> dict[str, int]:
-    """The collectives over dp of one traced step, of leaves (scalars left out), as often as they run."""
-    found: Counter[str] = Counter()
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        layout = sl.zero(SPECS, axis="dp", stage=stage)
-        train = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count))
-        state = train.init(sl.shard(PARAMS, SPECS))
-        for c in train.lower(state, sl.shard(BATCH, "batch/dp seq")).collectives():
-            if c.axis == "dp" and not c.scalar:
-                found[c.op] += c.times
-    return dict(found)
+    """The collectives over dp of one traced step, of leaves, as often as they run."""
+    mesh, layout = sl.make_mesh(dp=2, tp=2, simulate=True), sl.zero(SPECS, axis="dp", stage=stage)
+    train = sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count)
+    with mesh:
+        state, batch = train.init(sl.shard(PARAMS, SPECS)), sl.shard(BATCH, "batch/dp seq")
+    found = sl.testing.collectives(train, state, batch, mesh=mesh)
+    return {name: n for name, n in found.items() if name.endswith(":dp")}
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_each_leaf_is_reduced_once(count: int) -> None:
     """11 leaves, one of them used twice: 11 reductions over dp, whatever the number of micro-batches."""
-    assert collectives(0, count) == {"psum": LEAVES}
-    assert collectives(1, count) == {"psum_scatter": LEAVES, "all_gather": LEAVES}
-    assert collectives(2, count) == {"psum_scatter": count * LEAVES, "all_gather": LEAVES}
+    assert collectives(0, count) == {"psum:dp": LEAVES}
+    assert collectives(1, count) == {"psum_scatter:dp": LEAVES, "all_gather:dp": LEAVES}
+    assert collectives(2, count) == {"psum_scatter:dp": count * LEAVES, "all_gather:dp": LEAVES}

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from itertools import combinations
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacrev, vjp, vmap
@@ -320,45 +319,17 @@ def one_rank(mesh: Mesh, rank: int) -> list[Tensor]:
     return [*collectives, uneven_exchange(mesh, rank), *rank_grads(mesh, *problem(mesh)[1][rank])]
 
 
-def gloo(tmp: Path, axes: dict[str, int], fn: Callable[[Mesh], Any]) -> list[Any]:
-    """`fn(mesh)` on each rank of a real mesh, one forked process per rank."""
-    total = simulated(**axes).total
-
-    def child(rank: int) -> None:
-        torch.set_num_threads(1)  # OpenMP does not survive a fork
-        try:
-            dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=rank, world_size=total)
-            torch.save(fn(Mesh(axes, rank=rank)), tmp / f"{rank}.pt")
-            dist.barrier()
-            dist.destroy_process_group()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-
-    ranks = [mp.get_context("fork").Process(target=child, args=(r,)) for r in range(total)]
-    for p in ranks:
-        p.start()
-    for p in ranks:
-        p.join(60)
-    codes = [p.exitcode for p in ranks]
-    for p in ranks:
-        p.kill()
-    assert codes == [0] * total
-    return [torch.load(tmp / f"{r}.pt") for r in range(total)]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("axes", [dict(dp=2, tp=2), dict(dp=3, tp=1)], ids=str)
-def test_equals_real_processes(tmp_path, axes):
+def test_equals_real_processes(axes):
     mesh = simulated(**axes)
 
-    def real(m: Mesh) -> list[Any]:
+    def real() -> list[Any]:
+        m = Mesh(axes, rank=dist.get_rank())
         return [one_rank(m, m.rank), reduce_all(m), trace_grads(m)(*problem(m)[1][m.rank])]
 
     played = run_threads(mesh, lambda r: one_rank(mesh, r), [(r,) for r in range(mesh.total)])
     steps = run_lockstep(mesh, trace_grads(mesh), problem(mesh)[1])
-    for r, (ranks, reduced, grads) in enumerate(gloo(tmp_path, axes, real)):
+    for r, (ranks, reduced, grads) in enumerate(on_ranks(mesh.total, real)):
         assert same(played[r][:-2], ranks[:-2])  # whole numbers: the same bits
         for got in (played[r][-2:], ranks[-2:], steps[r]):
             for a, b in zip(got, grads, strict=True):

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
+from shardlib.flow import UNDECLARED
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -109,6 +110,7 @@ def typed(
         with per_device(mesh) as here:
             here.where = name
             for x, m in zip(xs, metas, strict=True):
+                here.entered.add(x.untyped_storage()._cdata)
                 m.label(here, x)
             flat, treedef = tree.flatten(f(*xs))
             found[:] = [[meta(x, here) for x in flat], treedef]
@@ -179,9 +181,27 @@ def _schema(node: Node) -> Any:
     return getattr(node.target, "_schema", None) if node.op == "call_function" else None
 
 
-def _mutates(node: Node) -> bool:
+def _nodes(arg: Any) -> list[Node]:
+    """The nodes among one argument: itself, or those of a list."""
+    return [a for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, Node)]
+
+
+def _aliased(node: Node, written: bool = False) -> list[Node]:
+    """The arguments that a call's result may share memory with, or with `written` those that it writes into."""
+    if node.target is operator.getitem:
+        return [] if written else _nodes(node.args[0])
     schema = _schema(node)
-    return schema is not None and schema.is_mutable
+    if schema is None:
+        return []
+    name = schema.name.split("::")[1]
+    if name in UNDECLARED:
+        return [a for arg in node.args[3:5] for a in _nodes(arg)] if written and node.args[5] else []
+    if not written and "unsafe" in name:
+        return _nodes(node.args[0])
+    given = [*zip(schema.arguments, node.args, strict=False)]
+    given += [(a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs]
+    said = [(a.alias_info, arg) for a, arg in given if a.alias_info is not None]
+    return [n for info, arg in said if info.is_write or not written for n in _nodes(arg)]
 
 
 def clean(module: GraphModule) -> GraphModule:
@@ -200,13 +220,11 @@ def clean(module: GraphModule) -> GraphModule:
     return dead_code(module)
 
 
-def _roots(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """For every node, the node whose storage it shares: itself, or what it is a view of."""
-    roots: dict[Node, Node] = {}
+def _roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
+    """For every node, the nodes whose storage it may share: itself, or what it is a view of."""
+    roots: dict[Node, set[Node]] = {}
     for node in graph.nodes:
-        shares = node.target is operator.getitem or any(r.alias_info for r in getattr(_schema(node), "returns", ()))
-        first = next((a for a in node.args if isinstance(a, Node)), None) if shares else None
-        roots[node] = node if first is None else roots[first]
+        roots[node] = {r for a in _aliased(node) for r in roots[a]} or {node}
     return roots
 
 
@@ -214,7 +232,7 @@ def dead_code(module: GraphModule) -> GraphModule:
     """Remove every node that no output needs. A write in place is needed where its storage is."""
     graph = module.graph
     roots = _roots(graph)
-    writes = [n for n in graph.nodes if _mutates(n)]
+    writes = [(n, {r for a in into for r in roots[a]}) for n in graph.nodes if (into := _aliased(n, written=True))]
     needed: set[Node] = set()
     stack = [n for n in graph.nodes if n.op in ("output", "placeholder")]
     while stack:
@@ -223,8 +241,8 @@ def dead_code(module: GraphModule) -> GraphModule:
             if node not in needed:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
-        live = {roots[n] for n in needed}
-        stack = [n for n in writes if n not in needed and roots[n] in live]
+        live = {r for n in needed for r in roots[n]}
+        stack = [n for n, into in writes if n not in needed and into & live]
     for node in reversed(list(graph.nodes)):
         if node not in needed:
             graph.erase_node(node)
