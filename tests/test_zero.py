@@ -1,6 +1,7 @@
 """Layouts and what they cost: spec trees of every ZeRO stage, collectives and bytes of a step, state per rank."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -69,9 +70,52 @@ def test_a_stacked_leaf_is_not_cut_along_its_layers():
         assert str(layout.params["w"]) == "layers m/dp" and layout.params["w"].stacked == 1
 
 
+DP = {"w": "m/dp n/tp", "e": "experts/gpu m n", "v": "n m", "s": ""}  # `/dp`: where a leaf is cut when it is
+LENGTHS = {"w": (8, 6), "e": (4, 3, 8), "v": (3, 8), "s": ()}
+
+
+@pytest.mark.parametrize(
+    "tree_, w, e, v",
+    [
+        (sl.zero(DP, "gpu", 3).params, "m/gpu n/tp", "experts/gpu m n", "n m/gpu"),  # hybrid: copies over nodes
+        (sl.zero(DP, "gpu", 1).params, "m n/tp", "experts m n", "n m"),
+        (sl.zero(DP, "dp", 3).params, "m/node/gpu n/tp", "experts/gpu m n/node", "n m/node/gpu"),
+        (sl.zero(DP, ("gpu", "node"), 3).params, "m/gpu/node n/tp", "experts/gpu/node m n", "n m/gpu/node"),
+        (sl.split(DP, "gpu", "node"), "m/gpu/node n/tp", "experts/gpu/node m n", "n m/gpu/node"),
+        (sl.split(DP, "gpu", where="v"), "m/node/gpu n/tp", "experts/gpu m n", "n m/gpu"),
+        (sl.split(sl.split(DP, "gpu"), "node", where=["w", "v"]), "m/gpu/node n/tp", "experts/gpu m n", "n m/gpu/node"),
+        (sl.zero(DP, "dp", 3, min_size=48).params, "m/node/gpu n/tp", "experts/gpu m n/node", "n m"),
+        (sl.zero(DP, "dp", 3, min_size=49).params, "m n/tp", "experts/gpu m n/node", "n m"),
+    ],
+)
+def test_leaves_are_cut_where_a_group_stands_that_holds_the_axis(tree_, w, e, v):
+    with mesh(dp=dict(node=2, gpu=2), tp=2):
+        params = sl.shard({k: torch.zeros(s) for k, s in LENGTHS.items()}, tree_)
+    assert {k: str(x.spec) for k, x in params.items()} == {"w": w, "e": e, "v": v, "s": ""}
+
+
+def test_gather_in_the_forward_keeps_parameters_cut():
+    for stage, cut in ((0, LEFT), (1, CUT), (2, CUT), (3, CUT)):
+        found = resolved(sl.zero(SPECS, stage=stage, gather="forward"), mesh(dp=2, tp=2))
+        assert found["params"] == cut and found["compute"] == (CUT if stage == 3 else LEFT)
+
+
+def test_place_says_which_memory():
+    specs = sl.place(DP, "host", where=lambda path, spec: spec.ndim > 2)
+    assert tree.map_(str, specs) == DP | {"e": "experts/gpu m n @host"}
+    with pytest.raises(sl.SpecError, match="place: memory is 'device', 'host', 'disk', not 'cloud'"):
+        sl.place(DP, "cloud")
+    with pytest.raises(sl.TreeError, match="`q` matches no path"):
+        sl.split(DP, "gpu", where="q")
+
+
 @pytest.mark.parametrize(
     "options, said",
-    [({"stage": 4}, "stage is 0, 1, 2 or 3"), ({"stage": 2, "reduce": "later"}, "reduce is 'microbatch' or 'step'")],
+    [
+        ({"gather": "never"}, "gather is 'update' or 'forward'"),
+        ({"stage": 4}, "stage is 0, 1, 2 or 3"),
+        ({"stage": 2, "reduce": "later"}, "reduce is 'microbatch' or 'step'"),
+    ],
 )
 def test_wrong_options(options, said):
     with pytest.raises(sl.SpecError, match=said):
@@ -159,6 +203,40 @@ def test_bytes_of_state_on_a_rank(stage, pieces):
         _, state, _ = started(stage, 4, sl.optim.adamw(0.1))
     for held, parts, copies in ((state.params, pieces[0], 1), ((state.opt.mu, state.opt.nu), pieces[1], 2)):
         assert sum(x.nbytes for x in sl.local(tree.leaves(held), rank=3)) == copies * BYTES // parts
+
+
+def hybrid(layout: sl.Layout, count: int = 1) -> Counter[tuple[str, str]]:
+    """Bytes that a step sends over nodes and GPUs, by op and axis, leaves only."""
+    out: Counter[tuple[str, str]] = Counter()
+    with mesh(dp=dict(node=2, gpu=4)):
+        g = torch.Generator().manual_seed(0)
+        params = tree.map_(lambda spec: torch.randn([2 * SIZE] * len(spec.split()), generator=g, dtype=F64), MODEL)
+        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count))
+        state = step.init(sl.shard(params, "..."))
+        batch = sl.shard(torch.arange(8 * count) % SIZE, "batch/dp")
+        for c in step.lower(state, batch).collectives():
+            if not c.scalar:
+                out[c.op, c.axis] += c.bytes * c.times
+    return out
+
+
+def test_hybrid_layouts_send_what_their_papers_say():
+    whole = 8 * (4 * SIZE * SIZE + 2 * SIZE * (LEAVES - 1))  # bytes of all parameters
+    shard = whole // 4  # of one GPU's quarter
+    hsdp = sl.zero(MODEL, "gpu", 3)
+    scatter, gathers = {("psum_scatter", "gpu"): whole * 3 // 4}, {("all_gather", "gpu"): whole * 3 // 4}
+    summed = {("psum", "node"): 2 * shard // 2}
+    assert hybrid(hsdp) == {**scatter, **gathers, **summed}
+    # MiCS (Zhang et al. 2022), optimizer over all: the shard's sum is scattered over nodes, the update gathered back
+    mics = replace(hsdp, opt=sl.split(MODEL, "gpu", "node"))
+    over = {("psum_scatter", "node"): shard // 2, ("all_gather", "node"): shard // 2}
+    assert hybrid(mics) == {**scatter, **gathers, **over}
+    # hpZ (Wang et al. 2023): kept cut over all, gathered over nodes once a step, over GPUs where a leaf is used
+    every = sl.split(MODEL, "gpu", "node")
+    hpz = sl.Layout(compute=sl.split(MODEL, "gpu"), params=every, grads=sl.split(MODEL, "gpu"), opt=every)
+    assert hybrid(hpz) == {**scatter, **gathers, **over}
+    twice = hybrid(hpz, 2)
+    assert twice["all_gather", "node"] == shard // 2 and twice["all_gather", "gpu"] == 2 * (whole * 3 // 4)
 
 
 def test_remat_gathers_again():

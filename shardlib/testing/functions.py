@@ -172,7 +172,7 @@ def _inputs(args: Any, in_specs: Any, mesh: Mesh, seed: int) -> list[_Input]:
             out.append(_Input(path, x, None))
             continue
         with located(f"check: argument `{path}`"):
-            spec = global_spec(said, x.dim(), mesh)
+            spec = global_spec(said, x.shape, mesh)
             if not spec.pending:
                 out.append(_Input(path, x, spec))
                 continue
