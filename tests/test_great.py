@@ -306,7 +306,7 @@ def processes(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 5, jitted)
+    check(kind, LAYOUTS.index(kind), 4, jitted)
 
 
 @pytest.mark.parametrize("kind", ["3", "hand"])

@@ -141,10 +141,6 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda x: sl.grad(lambda x: x.sum())(x),
         r"the total of the loss is f64\[\] varying over dp: say how the ranks of `dp` combine.*sl.pending",
     ),
-    "a replicated total": (
-        lambda x: sl.grad(lambda x: sl.all_gather("b/dp s -> b s", x).sum())(x),
-        "the total of the loss is f64.. replicated over dp",
-    ),
     "a varying weight": (
         lambda x: sl.grad(lambda y: sl.Mean(sl.pending(y.sum(), "dp"), x.sum()))(x),
         "the weight of the loss is f64.. varying over dp",

@@ -306,9 +306,7 @@ def test_micro_batches_need_a_named_dimension():
         step = sl.step(loss, sl.optim.sgd(1.0), accumulate=2)
         state = step.init(entered(W))
         for batch in (f64(1, 2), sl.shard(f64(1, 2), "...")):
-            with pytest.raises(
-                sl.SpecError, match=r"cut along the first named dimension.*sl.shard\(batch, 'batch/dp ...'\)"
-            ):
+            with pytest.raises(sl.SpecError, match=r"cut along the first dimension.*sl.shard\(batch, 'batch/dp ...'\)"):
                 step(state, batch)
 
 
@@ -318,7 +316,6 @@ def test_micro_batches_need_a_named_dimension():
 def losses() -> dict[str, tuple[Callable[..., Any], str]]:
     return {
         "varying": (lambda p, b: (p["w"] * b["x"]).sum(), "the total of the loss is .* varying over dp"),
-        "replicated": (lambda p, b: sl.pvary(p["w"], "dp"), "the total of the loss is .* replicated over dp"),
         "a varying weight": (lambda p, b: sl.Mean(p["w"], b["x"].sum()), "weight of the loss is .* varying over dp"),
         "not a scalar": (lambda p, b: p["w"] * b["x"], r"found a tensor of shape \(2,\)"),
         "a varying metric": (
