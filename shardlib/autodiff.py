@@ -19,6 +19,7 @@ from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
+from shardlib.parts import Part
 from shardlib.sharding import settle
 from shardlib.types import Leaf, Region, inside, padding_allowed, paused, region
 
@@ -67,10 +68,11 @@ def accepted(f: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 
 class GradFn:
-    """`value_and_grad(f)`: `(params, batch, key=, extra=, seeds=)`.
+    """`value_and_grad(f)`: `(params, batch, key=, extra=, seeds=, part=)`.
 
     With `seeds` (one invariant 0-d tensor per term of the loss, what that term's total is multiplied with) it gives
-    `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does.
+    `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does. `part`: which
+    leaves of what is differentiated have gradients, each once; None stands for the others.
     """
 
     def __init__(self, f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> None:
@@ -84,23 +86,31 @@ class GradFn:
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
         return parts_of_loss(self.f(*args, **accepted(self.f, key=key, extra=extra)))
 
-    def __call__(self, *args: Any, key: Any = None, extra: Any = None, seeds: Sequence[Tensor] | None = None) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        key: Any = None,
+        extra: Any = None,
+        seeds: Sequence[Tensor] | None = None,
+        part: Part | None = None,
+    ) -> Any:
         here = region()
         many = not isinstance(self.argnums, int)
         chosen = tuple(self.argnums) if isinstance(self.argnums, Sequence) else (self.argnums,)
-        diff = tuple(args[i] for i in chosen)
+        diff = tuple(args[i] if part is None else part.take(args[i]) for i in chosen)
         flat, treedef = tree.flatten(diff)
         names = [p for t in diff for p in tree.paths(t)]
         for path, x in zip(names, flat, strict=True):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-                raise SpecError(f"value_and_grad: `{path}` is {said}; only floating-point tensors have gradients")
+                mend = "only floating-point tensors have gradients (sl.step: trainable= says which leaves are trained)"
+                raise SpecError(f"value_and_grad: `{path}` is {said}; {mend}")
         kept: list[Any] = []
 
         def totals(*leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             full = list(args)
-            for i, part in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
-                full[i] = part
+            for i, own in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
+                full[i] = own if part is None else part.put(own, args[i])
             mean, aux = self._loss(full, key, extra)
             _check_weights(mean)
             beside, structure = tree.flatten((tuple(t.weight for t in mean.terms), aux_tree(aux)))

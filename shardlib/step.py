@@ -14,6 +14,7 @@ from shardlib.autodiff import value_and_grad
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
+from shardlib.parts import once, part_of
 from shardlib.shard_map import shard_map
 from shardlib.state import gather, reshard, shard
 from shardlib.tree import pytree
@@ -41,31 +42,34 @@ def step(
     accumulate: int | None = None,
     microbatch: int | None = None,
     clip: float | None = None,
+    trainable: tree.Chooser | None = None,
 ) -> Any:
     """A train step: `(state, batch) -> (state, metrics)`, pure, with `.init(params, key=, extra=) -> State`.
 
     `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
     parameters. `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the
     number of micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    `trainable` (globs, or `(path, spec) -> bool`): the parameters that are trained; no others have a gradient or
+    optimizer state. An array that stands at several places of `params` is one parameter, known by its first path.
     Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
     """
     grad_fn = value_and_grad(loss)
-    plan_for = planned(grad_fn, layout, accumulate, microbatch)
+    plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable)
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-        key = random.fold_in(state.key, state.step)
+        trained, key = plan.trained, random.fold_in(state.key, state.step)
         params = entering(reshard(state.params, plan.layout.compute), plan.axes)
         pieces = cut(batch, plan.dim, plan.count)
         weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
         totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
-        grads = reshard(grads, plan.layout.opt)  # the reduction: one collective per leaf
+        grads = reshard(grads, trained.take(plan.layout.opt))  # the reduction: one collective per leaf
         norm = global_norm(grads)
         with padding_allowed():
             grads = grads if clip is None else scaled_to(grads, norm, clip)
-            old = reshard(state.params, plan.layout.opt)
+            old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
-            new = reshard(apply_updates(old, updates), plan.layout.params)
+            new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {
             "loss": value,
@@ -76,7 +80,7 @@ def step(
         }
         opt = same_leaves("the optimizer", opt, state.opt)
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
-        return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
+        return replace(state, step=state.step + 1, params=trained.put(new, state.params), opt=opt, extra=extra), metrics
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
@@ -90,8 +94,10 @@ def step(
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
-        opt = with_opt(reshard(params, lay.opt))
-        own = tree.map_(lambda new, old: deepcopy(new) if new is old else new, reshard(params, lay.params), params)
+        trained = part_of(params, trainable)
+        opt = with_opt(reshard(trained.take(params), trained.take(lay.opt)))
+        copied = once(lambda new, old: deepcopy(new) if new is old else new)
+        own = tree.map_(copied, reshard(params, lay.params), params)
         return State(step=zero, params=own, opt=opt, key=root, scale=None, extra=extra)
 
     run.init = init  # type: ignore[attr-defined]

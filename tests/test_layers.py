@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "shardlib"
 LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
-    ["tree", "layout"],  # trees of specs; spec x mesh sizes -> slices
+    ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
     ["random", "saves", "chunks"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
