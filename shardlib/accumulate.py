@@ -17,7 +17,7 @@ from shardlib.errors import SpecError
 from shardlib.graph.trace import called
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import Part, firsts, once, part_of
+from shardlib.parts import Part, once, part_of, places
 from shardlib.shard_map import borders
 from shardlib.sharding import leaf_of, move, settle
 from shardlib.spec import Spec
@@ -100,7 +100,7 @@ def planned(
         dtypes = [[x.dtype for x in xs] for xs in flat]
         structures = tuple(tree.flatten(t)[1] for t in trees)
         where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
-        key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, firsts(map(id, flat[0])))
+        key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, places(flat[0]))
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)

@@ -16,7 +16,7 @@ from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import firsts, once
+from shardlib.parts import once, places
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
 
@@ -151,7 +151,7 @@ class Jitted:
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Lowered:
         mesh = current_mesh()
         try:
-            key = _Key(treedef, static, tuple(_signature(x) for x in flat), _places(flat), _mesh_key(mesh), _settings())
+            key = _Key(treedef, static, tuple(_signature(x) for x in flat), places(flat), _mesh_key(mesh), _settings())
             found = self._programs.get(key)
         except TypeError:
             self._refuse_unhashable(flat, treedef, static)
@@ -213,13 +213,9 @@ class Jitted:
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
 
 
-def _places(flat: Sequence[Any]) -> tuple[int, ...]:
-    """Where each tensor stands first: one that stands at several places is one input."""
-    return firsts(id(x) if isinstance(x, Tensor) else i for i, x in enumerate(flat))
-
-
 def _distinct(flat: Sequence[Any]) -> list[Tensor]:
-    return [x for i, (x, at) in enumerate(zip(flat, _places(flat), strict=True)) if at == i and isinstance(x, Tensor)]
+    """The inputs of a program: every tensor once."""
+    return [x for i, (x, at) in enumerate(zip(flat, places(flat), strict=True)) if at == i and isinstance(x, Tensor)]
 
 
 def _shards(x: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardlib import collectives as c
 from shardlib import tree
 from shardlib.errors import SpecError
-from shardlib.parts import firsts
+from shardlib.parts import places
 from shardlib.sharding import leaf_of, settle
 from shardlib.types import padding_allowed, region
 
@@ -59,7 +59,7 @@ def _over_ranks(
     here, flat, where = region(), tree.leaves(values), tree.paths(values)
     by_axes: dict[tuple[str, ...], list[Tensor]] = {}
     with padding_allowed():
-        for i in dict.fromkeys(firsts(map(id, flat))):
+        for i in dict.fromkeys(places(flat)):
             spec = leaf_of(flat[i], f"{what}: `{where[i]}`").spec
             if spec.pending:
                 raise SpecError(

@@ -18,6 +18,11 @@ def firsts(keys: Iterable[Hashable]) -> tuple[int, ...]:
     return tuple(seen.setdefault(key, i) for i, key in enumerate(keys))
 
 
+def places(flat: Iterable[Any]) -> tuple[int, ...]:
+    """For each leaf the position at which it first stands: tensors by identity; what is no tensor is never tied."""
+    return firsts(id(x) if isinstance(x, Tensor) else i for i, x in enumerate(flat))
+
+
 def once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, called once for the same tensors (by identity) and other arguments: what was one object stays one."""
     made: dict[Any, tuple[Any, Any]] = {}
@@ -58,6 +63,6 @@ def part_of(whole: Any, chooser: tree.Chooser | None = None) -> Part:
     flat = tree.leaves(whole)
     specs = [getattr(x, "spec", None) for x in flat]
     picked = [True] * len(flat) if chooser is None else tree.choose(chooser, tree.paths(whole), specs)
-    at = firsts(map(id, flat))
+    at = places(flat)
     own = {i for i, yes in zip(at, picked, strict=True) if yes}
     return Part(tuple(i if i in own else None for i in at))

@@ -8,7 +8,7 @@ from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import firsts
+from shardlib.parts import places
 from shardlib.shard_map import global_spec
 from shardlib.spec import Spec, as_spec
 
@@ -28,19 +28,19 @@ class Layout:
         flat, treedef = tree.flatten(params)
         mesh = current_mesh()
 
-        paths, places = tree.paths(params), firsts(map(id, flat))
+        paths, first = tree.paths(params), places(flat)
 
         def concrete(specs: Any, name: str) -> Any:
             wanted = tree.broadcast(specs, params, f"layout.{name}")
             found = [_concrete(as_spec(s), x, mesh) for s, x in zip(wanted, flat, strict=True)]
-            for i, at in enumerate(places):
+            for i, at in enumerate(first):
                 a, b = found[at], found[i]
                 if (a.chains, a.pending, a.memory) != (b.chains, b.pending, b.memory):
                     raise SpecError(
                         f"layout.{name}: `{paths[i]}` is the same array as `{paths[at]}`, hence cut the same way: "
                         f"found `{b}` for the one and `{a}` for the other"
                     )
-            return tree.unflatten(treedef, [found[at] for at in places])
+            return tree.unflatten(treedef, [found[at] for at in first])
 
         return Layout(*(concrete(getattr(self, n), n) for n in ("compute", "params", "grads", "opt")))
 
