@@ -107,7 +107,7 @@ def planned(
             enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
             enter += [[cut_leaf(leaf, dim, count) for leaf in leaves[1]], *leaves[2:]]
             metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
-            trained = part_of(state.params, trainable)
+            trained = part_of(state.params, trainable, "step: trainable")
             loss = analyse(grad_fn, mesh, trees, metas, trained)
             sums = trained.take(tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute))
             plans[key] = Plan(lay, trained, sums, dim, count, loss)

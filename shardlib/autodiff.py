@@ -219,9 +219,9 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         xs, given = ctx.saved_tensors, [cotangents[i] for i in ctx.floats]
+        at = tuple(i for i in _floats(xs) if ctx.needs_input_grad[i + 1])  # what is frozen has none
         with _plain():
-            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, len(given)), *given, *xs))  # type: ignore[arg-type]
-        at = _floats(xs)
+            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, at, len(given)), *given, *xs))  # type: ignore[arg-type]
         return None, *(next(grads) if i in at else None for i in range(len(xs)))
 
     @staticmethod
@@ -237,9 +237,11 @@ def _floats(xs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(xs) if x.is_floating_point() or x.is_complex())
 
 
-def _pull(f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], n: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the float inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
-    primals, at = xs[n:], _floats(xs[n:])
+def _pull(
+    f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], at: Sequence[int], n: int, *xs: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs `at` among the inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
+    primals = xs[n:]
 
     def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
         full = list(primals)

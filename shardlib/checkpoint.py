@@ -110,7 +110,7 @@ def restore(
     paths = tree.paths(like)
 
     def look() -> tuple[tuple[list[bool], list[_Leaf]], list[str]]:
-        chosen = [at is not None for at in part_of(like, only).sources]
+        chosen = [at is not None for at in part_of(like, only, "restore: only").sources]
         for at, x, yes in zip(paths, flat, chosen, strict=True):
             if not yes and _is_abstract(x):
                 raise TreeError(f"restore: `only` leaves `{at}` out, but `like` is abstract and has no value to take")

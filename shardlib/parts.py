@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib import tree
+from shardlib.errors import located
 
 
 def firsts(keys: Iterable[Hashable]) -> tuple[int, ...]:
@@ -58,11 +59,15 @@ class Part:
         return tree.unflatten(treedef, [x if at is None else made[at] for x, at in places])
 
 
-def part_of(whole: Any, chooser: tree.Chooser | None = None) -> Part:
-    """The leaves of `whole` that a chooser picks (None: all); a tied leaf where it picks any of its places."""
+def part_of(whole: Any, chooser: tree.Chooser | None = None, what: str = "chooser") -> Part:
+    """The leaves of `whole` that a chooser picks (None: all); a tied leaf where it picks any of its places.
+
+    Errors say `what` the chooser is.
+    """
     flat = tree.leaves(whole)
     specs = [getattr(x, "spec", None) for x in flat]
-    picked = [True] * len(flat) if chooser is None else tree.choose(chooser, tree.paths(whole), specs)
+    with located(what):
+        picked = [True] * len(flat) if chooser is None else tree.choose(chooser, tree.paths(whole), specs)
     at = places(flat)
     own = {i for i, yes in zip(at, picked, strict=True) if yes}
     return Part(tuple(i if i in own else None for i in at))

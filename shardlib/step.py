@@ -94,7 +94,7 @@ def step(
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
-        trained = part_of(params, trainable)
+        trained = part_of(params, trainable, "step: trainable")
         opt = with_opt(reshard(trained.take(params), trained.take(lay.opt)))
         copied = once(lambda new, old: deepcopy(new) if new is old else new)
         own = tree.map_(copied, reshard(params, lay.params), params)

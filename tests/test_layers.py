@@ -28,7 +28,7 @@ LAYERS = [
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff"],
-    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd"],
+    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
     ["graph.trace", "graph.program"],
     ["jit"],
     ["analysis", "accumulate"],
