@@ -7,7 +7,7 @@ from torch import Tensor
 from shardlib import tree
 from shardlib.errors import TreeError
 from shardlib.optim.base import Optimizer, kept, wide
-from shardlib.parts import places
+from shardlib.parts import once, places
 from shardlib.shard_map import shard_map
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
@@ -65,14 +65,15 @@ def get(state: Any, name: str) -> Any:
         return found[0]
     flat, treedef = tree.flatten(params)
     own = [values.get(where[at], flat[at]) for at in places(flat)]
-    if any(x.dtype != p.dtype for x, p in zip(own, flat, strict=True)):
-        own = _cast(own, flat)
+    if wider := [i for i, x in enumerate(own) if x.dtype != flat[i].dtype]:
+        for i, x in zip(wider, _cast([own[i] for i in wider], [flat[i] for i in wider]), strict=True):
+            own[i] = x
     return tree.unflatten(treedef, own)
 
 
 def _as(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     with padding_allowed():
-        return [settle(x.to(y.dtype), leaf_of(x, "optim.get")) for x, y in zip(values, like, strict=True)]
+        return list(map(once(lambda x, y: settle(x.to(y.dtype), leaf_of(x, "optim.get"))), values, like))
 
 
 _cast = shard_map(_as, in_specs=None, out_specs=None)
