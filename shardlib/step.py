@@ -71,16 +71,11 @@ def step(
             updates, opt = optimizer.update(grads, state.opt, old)
             new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
-        metrics = {
-            "loss": value,
-            "grad_norm": norm,
-            "tokens": weights[0],
-            "lr": learning_rate(opt),
-            **(aux.metrics or {}),
-        }
+        metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         opt = same_leaves("the optimizer", opt, state.opt)
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
-        return replace(state, step=state.step + 1, params=trained.put(new, state.params), opt=opt, extra=extra), metrics
+        new = replace(state, step=state.step + 1, params=trained.put(new, state.params), opt=opt, extra=extra)
+        return new, metrics | (aux.metrics or {})
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
@@ -88,7 +83,7 @@ def step(
         new, metrics = on_ranks(plan_for(state, batch), state, batch)
         return new, gather(metrics)
 
-    with_opt = shard_map(_allowing_padding(optimizer.init), in_specs=None, out_specs=None)
+    with_opt = shard_map(allowing_padding(optimizer.init), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
@@ -96,8 +91,7 @@ def step(
         root = shard(random.key(0) if key is None else key, "key")
         trained = part_of(params, trainable, "step: trainable")
         opt = with_opt(reshard(trained.take(params), trained.take(lay.opt)))
-        copied = once(lambda new, old: deepcopy(new) if new is old else new)
-        own = tree.map_(copied, reshard(params, lay.params), params)
+        own = tree.map_(once(owned), reshard(params, lay.params), params)
         return State(step=zero, params=own, opt=opt, key=root, scale=None, extra=extra)
 
     run.init = init  # type: ignore[attr-defined]
@@ -105,7 +99,14 @@ def step(
     return run
 
 
-def _allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def owned(new: Any, old: Any) -> Any:
+    """The array `new`; where it is `old`, which belongs to the caller, a copy: the state may be donated."""
+    return deepcopy(new) if new is old else new
+
+
+def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`f`, which works on padded leaves."""
+
     def run(x: Any) -> Any:
         with padding_allowed():
             return f(x)

@@ -9,7 +9,6 @@ from shardlib.errors import TreeError
 from shardlib.optim.base import Optimizer, kept, wide
 from shardlib.parts import once, places
 from shardlib.shard_map import shard_map
-from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
 from shardlib.types import padding_allowed
 
@@ -31,7 +30,7 @@ def weight_ema(decay: float) -> Optimizer:
         raise ValueError(f"weight_ema: 0 <= decay < 1 is needed, found {decay}")
 
     def init(params: Any) -> WeightEmaState:
-        return WeightEmaState(weight_ema=tree.map_(_copied, params))
+        return WeightEmaState(weight_ema=tree.map_(lambda p: p.to(wide(p.dtype), copy=True), params))
 
     def update(updates: Any, state: WeightEmaState, params: Any) -> tuple[Any, WeightEmaState]:
         def averaged(mean: Tensor, p: Tensor, u: Tensor) -> Tensor:
@@ -40,10 +39,6 @@ def weight_ema(decay: float) -> Optimizer:
         return updates, WeightEmaState(weight_ema=tree.map_(averaged, state.weight_ema, params, updates))
 
     return Optimizer(init, update)
-
-
-def _copied(p: Tensor) -> Tensor:
-    return settle(p.to(wide(p.dtype), copy=True), leaf_of(p, "weight_ema"))
 
 
 def get(state: Any, name: str) -> Any:
@@ -73,7 +68,7 @@ def get(state: Any, name: str) -> Any:
 
 def _as(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     with padding_allowed():
-        return list(map(once(lambda x, y: settle(x.to(y.dtype), leaf_of(x, "optim.get"))), values, like))
+        return list(map(once(lambda x, y: x.to(y.dtype)), values, like))
 
 
 _cast = shard_map(_as, in_specs=None, out_specs=None)

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from shardlib import tree
 from shardlib.errors import TreeError, listing
 from shardlib.optim.base import Optimizer, chosen
 from shardlib.parts import Part
-from shardlib.sharding import leaf_of, settle
+from shardlib.sharding import settle
+from shardlib.types import region
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -23,11 +26,17 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         updates, states = grads, []
         for o, s in zip(optimizers, state, strict=True):
             updates, new = o.update(updates, s, params)
-            updates = tree.map_(lambda u, p: settle(u, leaf_of(p, "chain")), updates, params)
+            updates = tree.map_(_as_leaf, updates, params)
             states.append(new)
         return updates, tuple(states)
 
     return Optimizer(init, update)
+
+
+def _as_leaf(update: Tensor, p: Tensor) -> Tensor:
+    """An update as the leaf that its parameter is, so that the next optimizer may take its norm."""
+    leaf = region().leaves.get(p)
+    return update if leaf is None else settle(update, leaf)
 
 
 def by_path(optimizers: Mapping[Any, Optimizer]) -> Optimizer:
