@@ -53,17 +53,41 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
                 raise SpecError(
                     f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
                     f"  Mean.of('... dim/{bad[0]}', x) or sl.pending(x, '{bad[0]}') for a sum over ranks, "
-                    "sl.pmean for a mean"
+                    "sl.pmean for a mean. (Where a plain torch op contracted a dimension that is split over "
+                    f"`{bad[0]}`, its sum is missing: sl.einsum writes it, psum makes it)"
                 )
+    for name, x in (aux.metrics or {}).items():
+        _check_metric(here, name, x)
     return value, aux
 
 
-def accepted(f: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of `options` that `f` has parameters for."""
+RESERVED = ("loss", "grad_norm", "tokens", "lr", "skipped", "scale")  # metrics of `step` itself
+
+
+def _check_metric(here: Region, name: str, x: Any) -> None:
+    """Raise where a metric does not say how the ranks combine."""
+    if name in RESERVED:
+        raise SpecError(f"metric `{name}`: step gives one of that name; give yours another")
+    for term in x.terms if isinstance(x, Mean) else (x,):
+        for y in (term.total, term.weight) if isinstance(x, Mean) else (term,):
+            if not isinstance(y, Tensor) or y.dim() or here.axes_of(here.type_of(y), "V"):
+                said = here.describe(y) if isinstance(y, Tensor) else repr(y)
+                raise SpecError(
+                    f"metric `{name}` is {said}; a metric is a Mean (Mean.of('batch/dp seq', x, weight)), or a 0-d "
+                    "tensor that is equal on all ranks (sl.pmean) or pending (sl.pending)"
+                )
+
+
+def accepted(f: Callable[..., Any], given: int, **options: Any) -> dict[str, Any]:
+    """Those of `options` that `f` has parameters for after `given` others. Raises where it needs one that is None."""
     try:
-        names = inspect.signature(f).parameters
+        names = dict(list(inspect.signature(f).parameters.items())[given:])
     except (TypeError, ValueError):
         return {}
+    for k, v in options.items():
+        if v is None and k in names and names[k].default is inspect.Parameter.empty:
+            how = dict(key="evaluate(...)(params, batch, key=key)", extra="step.init(params, extra=...)").get(k)
+            raise SpecError(f"{getattr(f, '__name__', 'the loss')} takes `{k}=`, which was not given: {how}")
     return {k: v for k, v in options.items() if k in names}
 
 
@@ -84,7 +108,7 @@ class GradFn:
             return self._loss(args, key, extra)
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
-        return parts_of_loss(self.f(*args, **accepted(self.f, key=key, extra=extra)))
+        return parts_of_loss(self.f(*args, **accepted(self.f, len(args), key=key, extra=extra)))
 
     def __call__(
         self,

@@ -1,7 +1,9 @@
 """The library's exceptions and the wording they share. No torch."""
 
 import difflib
+import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -37,6 +39,22 @@ def located(where: str) -> Iterator[None]:
         yield
     except ShardError as e:
         raise type(e)(f"{where}: {e}") from None
+
+
+@contextmanager
+def pointed() -> Iterator[None]:
+    """Errors raised inside name, in a note, the innermost line that is the user's."""
+    try:
+        yield
+    except Exception as e:
+        lines = [f for f in traceback.extract_tb(e.__traceback__) if not any(part in f.filename for part in _NOT_USERS)]
+        if lines and not any(n.startswith("  at ") for n in getattr(e, "__notes__", ())):
+            e.add_note(f"  at {lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name}: {lines[-1].line}")
+        raise
+
+
+_HERE = os.path.dirname(__file__)
+_NOT_USERS = (_HERE, os.sep + "torch" + os.sep, os.sep + "contextlib.py", "<")
 
 
 def caret(text: str, start: int, end: int, note: str = "", label: str = "pattern") -> str:

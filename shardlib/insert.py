@@ -6,6 +6,7 @@ same axes, scaled by what is equal over those axes, and moved around: `Flow` kno
 function after which it no longer is one is an error here that names the collective missing.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # to leave
 from torch.utils._python_dispatch import _disable_current_modes  # to look at values below all modes
 
 from shardlib.collectives import _pvary, refuse_captured
-from shardlib.errors import SpecError
+from shardlib.errors import SpecError, pointed
 from shardlib.flow import flowing
 from shardlib.mesh import Mesh
 from shardlib.types import NO_TENSOR, Region, inside, outside, paused, region, short, unknown, valueless, words
@@ -142,10 +143,24 @@ class Insert(TorchFunctionMode):
         first = kinds[0]
         if any(k != first for k in kinds) and rule.kind is _Kind.OP:
             args, kwargs = _aligned(here, rule, args, kwargs, kinds)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as e:
+            _note_cut(here, rule.name, tensors, e)
+            raise
         if any("P" in k for k in kinds):
             _check_pending(here, rule.name, tensors, kinds, _find((out,), _targets(rule, args, kwargs)))
         return out
+
+
+def _note_cut(here: Region, name: str, tensors: list[Tensor], e: Exception) -> None:
+    """Say, where torch refuses shapes, which operands are leaves that are cut."""
+    for leaf, x in ((here.leaves.get(t), t) for t in tensors):
+        if leaf is not None and leaf.spec.split:
+            e.add_note(
+                f"  {name}: an operand of shape {list(x.shape)} is this rank's piece of `{leaf.spec}`, whose global "
+                f"shape is {list(leaf.shape)}: sl.gather it first, or use sl.einsum"
+            )
 
 
 def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -255,13 +270,24 @@ def _check_pending(here: Region, name: str, tensors: list[Tensor], kinds: list[s
 def per_device(mesh: Mesh, typed: bool = True) -> Iterator[Region]:
     """Run a per-device function: types by `Flow`, `pvary` by `Insert`. With `typed=False`, which only a lone rank may
     ask for, and only for code that has been checked, neither is on."""
-    with flowing(mesh, typed) as region:
+    with _quiet(), pointed(), flowing(mesh, typed) as region:
         if not typed:
             yield region
             return
         with Insert(region) as mode:
             region.insert = mode
             yield region
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A first run on shapes raises what is wrong: torch need not log it, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    held, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = held
 
 
 @contextmanager

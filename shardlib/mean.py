@@ -48,9 +48,11 @@ class Mean:
     def of(cls, spec: str, x: Tensor, weight: Tensor | None = None) -> "Mean":
         """The mean of all elements of `x`, of spec `spec`, each weighing `weight` (broadcast; default 1).
 
-        Total and weight are pending over the axes that the spec names. 16-bit values are summed in float32.
+        Total and weight are pending over the axes that the spec names; over others `x` must not vary. 16-bit values
+        are summed in float32.
         """
-        parsed = check_operand(parse_list(spec, 1)[0], x, spec)
+        varies = region().axes_of(region().type_of(x), "V") if isinstance(x, Tensor) else ()
+        parsed = check_operand(parse_list(spec, 1)[0], x, spec, varies)
         axes, dtype = parsed.split, torch.promote_types(x.dtype, torch.float32)
         if weight is None:
             total, count = x.sum(dtype=dtype), torch.full((), float(x.numel()), dtype=dtype, device=x.device)

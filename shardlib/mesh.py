@@ -271,6 +271,8 @@ def make_mesh(
     gloo on CPU, nccl on CUDA. `timeout` (seconds): how long a collective may wait. `simulate=True`: all ranks in this
     process, no launcher. Raises `MeshError` when the sizes do not multiply to the number of ranks.
     """
+    if (axes is not None and not isinstance(axes, Mapping)) or {*(axes or ())} & {*named}:
+        raise MeshError(f"make_mesh(dp=2, tp=4), or a mapping of axes that are not named beside it; found {axes!r}")
     launched = None if simulate else _launched()
     world = None if simulate else dist.get_world_size() if dist.is_initialized() else launched.world if launched else 1
     shape, named_groups = _sizes({**(axes or {}), **named}, world)

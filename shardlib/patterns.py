@@ -12,8 +12,9 @@ from shardlib.spec import Dim, Spec, parse_list
 from shardlib.types import Leaf, Region, base, paused, region, valueless, words
 
 _MEND = {
-    "split": "It is equal on all ranks there; write the dimension without the axis, or slice it with sl.reshard",
-    "equal": "all_gather it over `{a}` first, or name the axis on the dimension that it splits",
+    "split": "sl.shard the argument it came from, write the dimension without the axis, or slice it with sl.reshard",
+    "equal": "all_gather it over `{a}` first, or name the axis on the dimension that it splits. (A plain torch op over "
+    "a split dimension leaves terms of a sum: sl.einsum and sl.reduce write them `+{a}`, and psum makes it)",
     "sum": "psum or psum_scatter it over `{a}` first, or write `+{a}`",
 }
 
@@ -31,13 +32,14 @@ def axes_named(specs: Iterable[Spec], here: Region) -> set[str]:
 def failure(text: str, span: tuple[int, int], message: str, note: str = "") -> SpecError:
     """An error that shows the pattern, the sizes bound so far and the mesh."""
     here = region()
-    bound = f"{sizes(here.sizes)}; mesh {here.mesh.name.replace(',', ' ')}"
+    bound = f"{sizes({k: n for k, n in here.sizes.items() if n >= 0})}; mesh {here.mesh.name.replace(',', ' ')}"
     return SpecError(f"{message}\n{caret(text, *span, note)}\n  sizes:   {bound}")
 
 
-def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dict[str, int]) -> None:
+def bind(here: Region, spec: Spec, x: Tensor, text: str, local: dict[str, int]) -> None:
     """Bind each name to its global size: one size within a pattern, and across patterns within one function."""
-    for dim, n in zip(spec.dims, shape, strict=True):
+    kind = here.type_of(x)
+    for dim, n in zip(spec.dims, x.shape, strict=True):
         if dim.name == "_" or dim.parts:
             continue
         size = n * layout.parts(dim, here.mesh.shape)
@@ -48,7 +50,9 @@ def bind(here: Region, spec: Spec, shape: tuple[int, ...], text: str, local: dic
             where = "in this pattern" if dim.name in local else f"by {here.bound_by.get(dim.name, 'an argument')}"
             what = f"`{dim.name}` is {size} here, it was bound to {known} {where}"
             over = f", split over {'/'.join(dim.axes)}" if dim.axes else ""
-            raise failure(text, dim.span, what, f"{n} on this rank{over}")
+            missing = [a for a in here.axes_of(kind, "V") if a not in spec.split and n * here.mesh.shape[a] == known]
+            mend = f"; the value varies over `{missing[0]}`: write `{dim}/{missing[0]}`" if missing else ""
+            raise failure(text, dim.span, what, f"{n} on this rank{over}{mend}")
         local[dim.name] = size
         if not dim.name.isdigit() and here.sizes.get(dim.name) != -1:
             here.sizes[dim.name] = size
@@ -92,7 +96,8 @@ def check_operand(
         if axes is not None and axis in axes and axis not in spec.axes and letter in "VP":
             mend = _MEND["sum" if letter == "P" else "equal"].format(a=axis)
             raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_}", mend)
-    bind(here, spec, tuple(x.shape), text, {} if local is None else local)
+    here.refuse_padded(f"`{text}`", x)
+    bind(here, spec, x, text, {} if local is None else local)
     return spec
 
 
@@ -116,7 +121,7 @@ def assume(spec: str, x: Tensor) -> Tensor:
             for axis in (a for a, n in here.mesh.shape.items() if n > 1 and a not in parsed.axes):
                 _compare(base(y).detach(), axis, spec)
     here.set_type(y, here.make(V=parsed.split, P=parsed.pending))
-    bind(here, parsed, tuple(x.shape), spec, {})
+    bind(here, parsed, y, spec, {})
     return here.mark(y, Leaf(parsed, layout.global_shape(parsed, x.shape, here.mesh.shape)))
 
 

@@ -249,24 +249,43 @@ def init(
 ) -> Any:
     """Fresh arrays, each rank making its shard only; the values do not depend on the mesh.
 
-    `init(Model, sizes=dict(vocab=256, ...), key=key)` draws every leaf of a `@pytree` class as its `init=` says, with
-    the key `fold_in(key, crc32(path))`; a list is as long as the size that its `stack` names, a static field is what
-    `sizes` or its default says. `dtype` is that of leaves whose annotation names none. `init(f, specs, key=key)` shards
-    the global tensors that `f(key)` makes.
+    `init(Model, sizes=dict(vocab=256, ...), key=key)` draws every leaf of a `@pytree` class (or a tree of classes, such
+    as `[Attention, Mlp]`) as its `init=` says, with the key `fold_in(key, crc32(path))`; a list is as long as the size
+    that its `stack` names, a static field is what `sizes` or its default says. `dtype` is that of leaves whose
+    annotation names none. `init(f, specs, key=key)` shards the global tensors that `f(key)` makes.
     """
     m = mesh or current_mesh()
-    if not tree.is_pytree_class(model):
-        return shard(model(key), specs, m)
-    return _of_class(model, sizes or {}, key, m, dtype)
+    check_key(key, "init")
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"init: dtype is one of torch's, such as torch.bfloat16, not {dtype!r}")
+    if _classes(model):
+        return _of_class(model, sizes or {}, key, m, dtype)
+    if not callable(model) or isinstance(model, torch.nn.Module):
+        raise SpecError(
+            f"init makes a @pytree class, a tree of them, or what a function of the key returns; found {model!r}"
+        )
+    return shard(model(key), specs, m)
+
+
+def check_key(key: Any, what: str) -> None:
+    """Raise where `key` is none."""
+    if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
+        raise SpecError(f"{what}: a key is what sl.random.key(seed) and its like make, not {key!r}")
+
+
+def _classes(model: Any) -> bool:
+    """Whether `model` is a `@pytree` class, or a tree of them."""
+    flat = tree.leaves(model)
+    return bool(flat) and all(map(tree.is_pytree_class, flat))
 
 
 def _of_class(
     model: Any, sizes: Mapping[str, Any], key: Tensor | None, mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> Any:
-    flat, treedef = tree.flatten(fields := _sized(tree.fields(model), sizes))
+    flat, treedef = tree.flatten(fields := tree.map_(lambda cls: _sized(tree.fields(cls), sizes), model))
     out = []
     for field, path in zip(flat, tree.paths(fields), strict=True):
-        with located(f"{model.__name__}: `{path}`"):
+        with located(f"{getattr(model, '__name__', 'init')}: `{path}`"):
             out.append(_leaf(replace(field, dtype=field.dtype or dtype), path, sizes, key, mesh))
     return tree.unflatten(treedef, out)
 
@@ -295,6 +314,8 @@ def _sized(x: Any, sizes: Mapping[str, Any], at: str = "") -> Any:
         if x.dim not in sizes:
             raise TreeError(f"{at} is a list, give the size of `{x.dim}`: sizes has {errors.sizes(sizes)}")
         return x.kind(_sized(x.item, sizes, at) for _ in range(sizes[x.dim]))
+    if type(x) is tuple:
+        return tuple(_sized(y, sizes, at) for y in x)
     if not tree.is_pytree_class(cls := type(x)):
         return x
     out = {}
@@ -314,4 +335,4 @@ def abstract(f: Any, *args: Any, mesh: Mesh | None = None) -> Any:
     `init` would return it."""
     m = mesh or current_mesh()
     with FakeTensorMode(allow_non_fake_inputs=True), m:
-        return _of_class(f, args[0] if args else {}, None, m) if tree.is_pytree_class(f) else f(*args)
+        return _of_class(f, args[0] if args else {}, None, m) if _classes(f) else f(*args)

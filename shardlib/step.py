@@ -11,12 +11,13 @@ from torch import Tensor
 from shardlib import random, tree
 from shardlib.accumulate import Plan, accumulated, cut, entering, planned, same_leaves
 from shardlib.autodiff import value_and_grad
+from shardlib.errors import SpecError
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
 from shardlib.parts import once, part_of
 from shardlib.shard_map import shard_map
-from shardlib.state import gather, reshard, shard
+from shardlib.state import check_key, gather, reshard, shard
 from shardlib.tree import pytree
 from shardlib.types import padding_allowed
 from shardlib.zero import Layout, layout_of
@@ -55,6 +56,8 @@ def step(
     """
     grad_fn = value_and_grad(loss)
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable)
+    if not isinstance(optimizer, tuple) or (clip is not None and clip <= 0):
+        raise SpecError(f"step takes one of sl.optim's optimizers and a clip above 0; found {optimizer!r}, clip={clip}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         trained, key = plan.trained, random.fold_in(state.key, state.step)
@@ -86,6 +89,8 @@ def step(
     with_opt = shard_map(allowing_padding(optimizer.init), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
+        if key is not None:
+            check_key(key, "step.init")
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
@@ -115,15 +120,16 @@ def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def evaluate(loss: Callable[..., Any], *, layout: Layout | None = None) -> Callable[..., Any]:
-    """`(params, batch) -> (Mean, metrics)`: the loss forward only, with totals and weights summed over all ranks.
+    """`(params, batch, key=, extra=) -> (Mean, metrics)`: the loss forward only, its sums over all ranks made.
 
-    Means of several batches add up: `sum(valid(params, b)[0] for b in batches).value`.
+    Means of several batches add up: `sum(valid(params, b)[0] for b in batches).value`; so do metrics that are Means.
+    `key` and `extra`: for a loss that takes them.
     """
     grad_fn = value_and_grad(loss)
 
     def device(lay: Layout, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
         mean, aux = grad_fn.forward(reshard(params, lay.compute), batch, key=key, extra=extra)
-        metrics = {k: v.value if isinstance(v, Mean) else whole(v) for k, v in (aux.metrics or {}).items()}
+        metrics = {k: v.summed().terms if isinstance(v, Mean) else whole(v) for k, v in (aux.metrics or {}).items()}
         return mean.summed().terms, metrics
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
@@ -131,7 +137,8 @@ def evaluate(loss: Callable[..., Any], *, layout: Layout | None = None) -> Calla
     def run(params: Any, batch: Any, *, key: Tensor | None = None, extra: Any = None) -> tuple[Any, dict[str, Any]]:
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
         terms, metrics = on_ranks(lay, params, batch, key, extra)
-        return Mean._of_terms(gather(terms)), gather(metrics)
+        found = {k: Mean._of_terms(v) if isinstance(v, tuple) else v for k, v in gather(metrics).items()}
+        return Mean._of_terms(gather(terms)), found
 
     run.__name__ = getattr(loss, "__name__", "evaluate")
     return run

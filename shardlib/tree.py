@@ -306,7 +306,9 @@ def _spec_of(leaf: Any) -> Any:
     if not isinstance(found, (str, Spec)):
         if isinstance(leaf, type):
             raise TreeError(f"{leaf.__name__} is not a @pytree class (a subclass of one needs the decorator, too)")
-        raise TreeError(f"{type(leaf).__name__} carries no spec; shard it first, or give the spec string")
+        raise TreeError(
+            f"a leaf of type {type(leaf).__name__} carries no spec: sl.shard it first, or give the spec string"
+        )
     return as_spec(found)
 
 
@@ -324,12 +326,16 @@ def _field(cls: type, f: dataclasses.Field[Any], hint: Any) -> Any:
     said = f.metadata.get(_KEY)
     if said == "static" or isinstance(said, Field):
         return None if said == "static" else said
-    kind = typing.get_origin(hint)
+    kind, of = typing.get_origin(hint), typing.get_args(hint)
+    if said is None and kind is tuple and all(map(is_pytree_class, of)):
+        return tuple(map(fields, of))
     listed = isinstance(said, Stack) and kind in (list, tuple)
-    inner: Any = next(iter(typing.get_args(hint)), None) if listed else hint
+    inner: Any = next(iter(of), None) if listed else hint
     if not is_pytree_class(inner):
-        what = "sl.spec(...), sl.static(), or a @pytree class as its annotation (or a list of one, with sl.stack(...))"
-        raise TreeError(f"{cls.__name__}.{f.name} needs {what}")
+        what = (
+            "sl.spec(...), sl.static(), or as its annotation a @pytree class, a tuple[A, B] of them, or list[A] with "
+        )
+        raise TreeError(f"{cls.__name__}.{f.name} needs {what}sl.stack(...); found {hint!r}")
     if not isinstance(said, Stack):
         return fields(inner)
     if listed:
@@ -365,6 +371,8 @@ def choose(chooser: Chooser, where: Sequence[str], values: Sequence[Any] | None 
     """
     if callable(chooser):
         return [bool(chooser(p, v)) for p, v in zip(where, values or [None] * len(where), strict=True)]
+    if not isinstance(chooser, (str, list, tuple)) or not all(isinstance(p, str) for p in chooser):
+        raise TreeError(f"leaves are chosen by a glob, a list of globs or (path, spec) -> bool, not by {chooser!r}")
     chosen = [False] * len(where)
     for pattern in [chooser] if isinstance(chooser, str) else chooser:
         hits = [bool(_glob(pattern).fullmatch(p)) for p in where]

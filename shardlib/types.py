@@ -163,7 +163,8 @@ class Region:
             said = f"`{leaf.spec}` of global shape {leaf.shape}" if leaf else short(x)
             raise SpecError(
                 f"{what} on a leaf that does not divide over its axes ({said}; padded to {short(x)} here).\n"
-                "  Such a leaf can be stored and updated, not computed with: sl.gather it first"
+                "  Such a leaf can be stored and updated, not computed with: sl.gather it first, or make the size one "
+                "that divides (rows of a batch can be added with a weight, or targets of -1, that counts for nothing)"
             )
 
     def receive(self, x: Tensor) -> None:

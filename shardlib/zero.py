@@ -26,9 +26,7 @@ class Layout:
     def resolve(self, params: Any) -> "Layout":
         """Every spec for its leaf of `params` (arrays): `...` expanded, groups as axes, leaves that name none cut."""
         flat, treedef = tree.flatten(params)
-        mesh = current_mesh()
-
-        paths, first = tree.paths(params), places(flat)
+        mesh, paths, first = current_mesh(), tree.paths(params), places(flat)
 
         def concrete(specs: Any, name: str) -> Any:
             wanted = tree.broadcast(specs, params, f"layout.{name}")

@@ -472,3 +472,19 @@ def test_functions_of_functions_are_refused() -> None:
         sl.SpecError, match=r"cond runs functions of its own, which types do not see through: use torch.where"
     ):
         run(lambda x, w, p, k: torch.ops.higher_order.cond(w.sum() > 0, lambda a: a, lambda a: a * 2, (w,)))
+
+
+def test_an_error_names_the_line_and_the_leaf_that_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return y
+
+    with sl.make_mesh(dp=2, simulate=True):
+        x, w = sl.shard(torch.ones(4, 8), "batch/dp model"), sl.shard(torch.ones(8, 6), "model/dp hidden")
+        with pytest.raises(RuntimeError) as e:
+            sl.shard_map(body, in_specs=None, out_specs=None)(x, w)
+    said = "\n".join(e.value.__notes__)
+    assert "matmul: an operand of shape [4, 6] is this rank's piece of `model/dp hidden`" in said
+    assert "global shape is [8, 6]: sl.gather it first" in said
+    assert "test_insert.py" in said and said.endswith("in body: y = x @ w")
+    assert capfd.readouterr().err == ""  # torch's own log of it is off

@@ -134,7 +134,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "added to a number": (lambda x: sl.Mean.of("b/dp s", x) + 1, r"give 1 a weight: Mean\(total, weight\)"),
     "axis left out": (
         lambda x: sl.grad(lambda x: sl.Mean.of("q s", x))(x),
-        "the total of the loss is .* varying over dp",
+        "`q s` says equal over `dp`, the value is varying over dp.*leaves terms of a sum",
     ),
     "wrong axis": (lambda x: sl.Mean.of("b/tp s", x), "`b/tp` says split over `tp`, the value is varying over dp"),
     "a varying total": (

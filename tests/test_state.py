@@ -455,3 +455,39 @@ def test_default_init_has_variance_one_over_fan_in() -> None:
         assert abs(leaf.shards[0].std().item() * fan_in**0.5 - 1) < 0.05
     with pytest.raises(sl.SpecError, match="must name every dimension once"):
         sl.spec("heads head model", matrix="heads -> model")
+
+
+def test_init_of_trees_and_tuples_of_classes() -> None:
+    @sl.pytree
+    class A:
+        w: Tensor = sl.spec("m/a n")
+
+    @sl.pytree
+    class B:
+        v: Tensor = sl.spec("n")
+
+    @sl.pytree
+    class Both:
+        ends: tuple[A, B]
+        more: list[A] = sl.stack("layers")
+
+    sizes, key = dict(m=4, n=3, layers=2), sl.random.key(0)
+    made = sl.init(Both, sizes=sizes, key=key, mesh=mesh(a=2))
+    assert tree.paths(made) == ["ends.0.w", "ends.1.v", "more.0.w", "more.1.w"]
+    listed = sl.init({"x": [A, B], "y": B}, sizes=sizes, key=key, mesh=mesh(a=2))
+    assert [str(x.spec) for x in tree.leaves(listed)] == ["m/a n", "n", "n"]
+    assert tree.map_(str, sl.specs(Both)).ends[0].w == "m/a n"
+
+
+@pytest.mark.parametrize(
+    "model, options, said",
+    [
+        ([1], {}, r"init makes a @pytree class, a tree of them, .*found \[1\]"),
+        (torch.nn.Linear(2, 2), {}, "init makes a @pytree class"),
+        (lambda key: torch.ones(2), {"key": 0}, "init: a key is what sl.random.key"),
+        (lambda key: torch.ones(2), {"dtype": "bfloat16"}, "init: dtype is one of torch's"),
+    ],
+)
+def test_init_refuses(model: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(sl.SpecError, match=said):
+        sl.init(model, "...", **{"key": sl.random.key(0), **options}, mesh=mesh(a=2))

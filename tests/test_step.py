@@ -323,6 +323,14 @@ def losses() -> dict[str, tuple[Callable[..., Any], str]]:
         "replicated": (lambda p, b: sl.pvary(p["w"], "dp"), "the total of the loss is .* replicated over dp"),
         "a varying weight": (lambda p, b: sl.Mean(p["w"], b["x"].sum()), "weight of the loss is .* varying over dp"),
         "not a scalar": (lambda p, b: p["w"] * b["x"], r"found a tensor of shape \(2,\)"),
+        "a varying metric": (
+            lambda p, b: (linear(p, b), sl.Aux({"seen": b["x"].sum()})),
+            r"metric `seen` is f64\[\] varying over dp; a metric is a Mean .*sl.pending",
+        ),
+        "a metric of two numbers": (lambda p, b: (linear(p, b), sl.Aux({"x": b["x"]})), r"metric `x` is f64\[2\]"),
+        "a number as metric": (lambda p, b: (linear(p, b), sl.Aux({"acc": 0.5})), "metric `acc` is 0.5"),
+        "a metric of step's": (lambda p, b: (linear(p, b), sl.Aux({"lr": p["w"]})), "metric `lr`: step gives one"),
+        "extra that is not there": (lambda p, b, extra: linear(p, b), "takes `extra=`, which was not given: step.init"),
         "a number": (lambda p, b: 1.0, "a loss returns a Mean, .* found float"),
         "nothing": (lambda p, b: None, "a loss returns a Mean, .* found NoneType"),
         "weight of parameters": (
@@ -419,9 +427,15 @@ def test_extra_keeps_its_structure():
     def loss(p, batch, extra):
         return linear(p, batch), sl.Aux(extra=batch["x"].sum() if extra is None else extra.float())
 
-    for extra, said in ((None, "the state that the loss returns"), (f64(1), r"the loss made `` of its state f32\[1\]")):
+    def without(p, batch, extra=None):
+        return loss(p, batch, extra)
+
+    for f, extra, said in (
+        (without, None, "the state that the loss returns"),
+        (loss, f64(1), r"the loss made `` of its state f32\[1\]"),
+    ):
         with mesh(dp=1), pytest.raises(sl.ShardError, match=said):
-            step = sl.step(loss, sl.optim.sgd(1.0))
+            step = sl.step(f, sl.optim.sgd(1.0))
             step(step.init(entered(W), extra=None if extra is None else sl.shard(extra, "n")), entered(BATCH))
 
 
@@ -459,9 +473,28 @@ def test_a_grad_fn_is_a_loss():
     assert metrics["loss"].item() == 3.0 and new["w"].item() == -2.0
 
 
+def test_arguments_are_checked():
+    for clip in (0.0, -1.0):
+        with pytest.raises(sl.SpecError, match="a clip above 0"):
+            sl.step(linear, sl.optim.sgd(1.0), clip=clip)
+    with pytest.raises(sl.SpecError, match=r"step takes one of sl.optim's optimizers"):
+        sl.step(linear, torch.optim.SGD)  # type: ignore[arg-type]
+    with mesh(dp=2), pytest.raises(sl.SpecError, match=r"step.init: a key is what sl.random.key"):
+        sl.step(linear, sl.optim.sgd(1.0)).init(entered(W), key=0)
+
+
+def test_evaluate_asks_for_a_key():
+    def loss(p, batch, key):
+        return linear(p, batch)
+
+    with mesh(dp=2), pytest.raises(sl.SpecError, match="loss takes `key=`, which was not given: evaluate"):
+        sl.evaluate(loss)(entered(W), entered(BATCH))
+
+
 def test_evaluate_adds_up_over_batches():
     def loss(p, batch):
-        return scaled(p, batch, "batch/dp"), sl.Aux(metrics={"largest": sl.pmax(batch["x"].amax(), "dp")})
+        mean = scaled(p, batch, "batch/dp")
+        return mean, sl.Aux(metrics={"largest": sl.pmax(batch["x"].amax(), "dp"), "again": mean})
 
     with mesh(dp=2):
         valid, params = sl.evaluate(loss), entered(W)
@@ -473,6 +506,8 @@ def test_evaluate_adds_up_over_batches():
         total: Any = sum(m for m, _ in found)
         assert total.value.item() == 4.0
         assert [x["largest"].item() for _, x in found] == [2.0, 6.0]
+        again: Any = sum(x["again"] for _, x in found)
+        assert again.value.item() == 4.0
 
 
 def test_step_is_short():

@@ -11,6 +11,8 @@ Schedule = Callable[[Tensor], Tensor]
 
 def as_schedule(rate: float | Schedule) -> Schedule:
     """A number as a constant schedule."""
+    if not callable(rate) and not isinstance(rate, (int, float)):
+        raise TypeError(f"a learning rate is a number or a schedule (count -> rate), not {rate!r}")
     return rate if callable(rate) else constant(rate)
 
 
