@@ -33,6 +33,7 @@ from shardlib.mesh import current_mesh as current_mesh
 from shardlib.mesh import make_mesh as make_mesh
 from shardlib.mesh import use_mesh as use_mesh
 from shardlib.norms import global_norm as global_norm
+from shardlib.norms import global_sum as global_sum
 from shardlib.ops import all_gather as all_gather
 from shardlib.ops import all_to_all as all_to_all
 from shardlib.ops import einsum as einsum

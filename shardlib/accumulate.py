@@ -17,6 +17,7 @@ from shardlib.errors import SpecError
 from shardlib.graph.trace import called
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import Part, once, part_of, places
 from shardlib.shard_map import borders
 from shardlib.sharding import leaf_of, move, settle
 from shardlib.spec import Spec
@@ -26,10 +27,12 @@ from shardlib.zero import Layout, layout_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What `step` knows before it runs: the layout of every leaf, the batch dimension that is cut and into how many
-    micro-batches, and the loss's analysis on one of them."""
+    """What `step` knows before it runs: the layout of every leaf, which of them are trained, what their gradients are
+    summed up as, the batch dimension that is cut and into how many micro-batches, the loss's analysis on one of them.
+    """
 
     layout: Layout
+    trained: Part
     sums: Any
     dim: str | None
     count: int
@@ -74,9 +77,13 @@ def added(xs: Sequence[Tensor]) -> Tensor:
 
 
 def planned(
-    grad_fn: GradFn, layout: Layout | None, accumulate: int | None, microbatch: int | None
+    grad_fn: GradFn,
+    layout: Layout | None,
+    accumulate: int | None,
+    microbatch: int | None,
+    trainable: tree.Chooser | None,
 ) -> Callable[[Any, Any], Plan]:
-    """`plan_for(state, batch)`, cached by the specs, shapes and dtypes of both."""
+    """`plan_for(state, batch)`, cached by the specs, shapes and dtypes of both, and which parameters are tied."""
     plans: dict[Any, Plan] = {}
 
     def plan_for(state: Any, batch: Any) -> Plan:
@@ -93,21 +100,22 @@ def planned(
         dtypes = [[x.dtype for x in xs] for xs in flat]
         structures = tuple(tree.flatten(t)[1] for t in trees)
         where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
-        key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures)
+        key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, places(flat[0]))
         if key not in plans:
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
             enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
             enter += [[cut_leaf(leaf, dim, count) for leaf in leaves[1]], *leaves[2:]]
             metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
-            loss = analyse(grad_fn, mesh, trees, metas)
+            trained = part_of(state.params, trainable, "step: trainable")
+            loss = analyse(grad_fn, mesh, trees, metas, trained)
             if loss.weighs_extra and count > 1:
                 raise SpecError(
                     "step: the weight of the loss depends on `extra`, which changes from one micro-batch to the next; "
                     "weights of all are summed first"
                 )
-            sums = tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute)
-            plans[key] = Plan(lay, sums, dim, count, loss)
+            sums = trained.take(tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute))
+            plans[key] = Plan(lay, trained, sums, dim, count, loss)
         return plans[key]
 
     return plan_for
@@ -131,19 +139,19 @@ def entering(params: Any, axes: Sequence[str]) -> Any:
         return out if leaf is None else here.mark(out, leaf, padded)
 
     with padding_allowed():
-        return tree.map_(one, params)
+        return tree.map_(once(one), params)
 
 
 def accumulated(
     grad_fn: GradFn, plan: Plan, params: Any, pieces: Sequence[Any], key: Any, extra: Any, seeds: Sequence[Tensor]
 ) -> tuple[list[Tensor], Aux, Any]:
-    """Totals, `Aux` and gradients (as `plan.sums` says, in float32 or wider) of all micro-batches.
+    """Totals, `Aux` and gradients of what is trained (as `plan.sums` says, in float32 or wider) of all micro-batches.
 
     While a program is traced the micro-batch is one graph that is called once for each.
     """
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
-        (mean, aux), grads = grad_fn(params, piece, key=key, extra=extra, seeds=seeds)
+        (mean, aux), grads = grad_fn(params, piece, key=key, extra=extra, seeds=seeds, part=plan.trained)
         if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
             raise SpecError(
                 f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
@@ -157,7 +165,7 @@ def accumulated(
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = tree.map_(_blank, params, plan.sums), [], []
+    grads, all_totals, all_aux = tree.map_(_blank, plan.trained.take(params), plan.sums), [], []
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)

@@ -13,6 +13,7 @@ from shardlib.autodiff import GradFn, aux_tree
 from shardlib.errors import SpecError, listing
 from shardlib.graph.trace import Meta, sliced, typed, used_placeholders
 from shardlib.mesh import Mesh
+from shardlib.parts import Part
 from shardlib.types import Leaf, paused, region
 
 
@@ -50,11 +51,13 @@ def leaf_meta(leaf: Leaf, dtype: Any, mesh: Mesh, letters: dict[str, str] | None
     return Meta(shape, tuple(reversed(strides)), dtype, mesh.device, kind, leaf, padded)
 
 
-def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[Sequence[Meta]]) -> Analysis:
+def analyse(
+    grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[Sequence[Meta]], trained: Part
+) -> Analysis:
     """Trace the loss once, parameters entering as invariant.
 
     `trees`: params, batch, key, extra; `metas`: of their leaves. Raises every error of specs and types in the loss, and
-    refuses weights that depend on parameters.
+    refuses weights that depend on parameters that are `trained`.
     """
     structures = [tree.flatten(t)[1] for t in trees]
     counts = [len(m) for m in metas]
@@ -77,8 +80,9 @@ def analyse(grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[S
     axes = [a for a, letters in zip(mesh.shape, zip(*kinds, strict=True), strict=True) if "P" in letters]
     weights = sliced(module, range(n, 2 * n))
     reads = used_placeholders(weights)
-    if any(reads[: counts[0]]):
-        culprits = [p for p, read in zip(tree.paths(trees[0]), reads, strict=False) if read]
+    uses = zip(tree.paths(trees[0]), reads, trained.sources, strict=False)
+    culprits = [path for path, read, source in uses if read and source is not None]
+    if culprits:
         raise SpecError(
             f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); it may count data alone"
         )

@@ -19,6 +19,7 @@ from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
+from shardlib.parts import Part
 from shardlib.sharding import settle
 from shardlib.types import Leaf, Region, inside, padding_allowed, paused, region
 
@@ -99,10 +100,11 @@ def accepted(f: Callable[..., Any], given: int, **options: Any) -> dict[str, Any
 
 
 class GradFn:
-    """`value_and_grad(f)`: `(params, batch, key=, extra=, seeds=)`.
+    """`value_and_grad(f)`: `(params, batch, key=, extra=, seeds=, part=)`.
 
     With `seeds` (one invariant 0-d tensor per term of the loss, what that term's total is multiplied with) it gives
-    `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does.
+    `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does. `part`: which
+    leaves of what is differentiated have gradients, each once; None stands for the others.
     """
 
     def __init__(self, f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> None:
@@ -116,23 +118,31 @@ class GradFn:
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
         return parts_of_loss(self.f(*args, **accepted(self.f, len(args), key=key, extra=extra)))
 
-    def __call__(self, *args: Any, key: Any = None, extra: Any = None, seeds: Sequence[Tensor] | None = None) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        key: Any = None,
+        extra: Any = None,
+        seeds: Sequence[Tensor] | None = None,
+        part: Part | None = None,
+    ) -> Any:
         here = region()
         many = not isinstance(self.argnums, int)
         chosen = tuple(self.argnums) if isinstance(self.argnums, Sequence) else (self.argnums,)
-        diff = tuple(args[i] for i in chosen)
+        diff = tuple(args[i] if part is None else part.take(args[i]) for i in chosen)
         flat, treedef = tree.flatten(diff)
         names = [p for t in diff for p in tree.paths(t)]
         for path, x in zip(names, flat, strict=True):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-                raise SpecError(f"value_and_grad: `{path}` is {said}; only floating-point tensors have gradients")
+                mend = "only floating-point tensors have gradients (sl.step: trainable= says which leaves are trained)"
+                raise SpecError(f"value_and_grad: `{path}` is {said}; {mend}")
         kept: list[Any] = []
 
         def totals(*leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             full = list(args)
-            for i, part in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
-                full[i] = part
+            for i, own in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
+                full[i] = own if part is None else part.put(own, args[i])
             mean, aux = self._loss(full, key, extra)
             _check_weights(mean)
             beside, structure = tree.flatten((tuple(t.weight for t in mean.terms), aux_tree(aux)))
@@ -246,9 +256,9 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         xs, given = ctx.saved_tensors, [cotangents[i] for i in ctx.floats]
+        at = tuple(i for i in _floats(xs) if ctx.needs_input_grad[i + 1])  # what is frozen has none
         with _plain():
-            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, len(given)), *given, *xs))  # type: ignore[arg-type]
-        at = _floats(xs)
+            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, at, len(given)), *given, *xs))  # type: ignore[arg-type]
         return None, *(next(grads) if i in at else None for i in range(len(xs)))
 
     @staticmethod
@@ -264,9 +274,11 @@ def _floats(xs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(i for i, x in enumerate(xs) if x.is_floating_point() or x.is_complex())
 
 
-def _pull(f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], n: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the float inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
-    primals, at = xs[n:], _floats(xs[n:])
+def _pull(
+    f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], at: Sequence[int], n: int, *xs: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs `at` among the inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
+    primals = xs[n:]
 
     def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
         full = list(primals)

@@ -1,12 +1,12 @@
 """Checkpoints: what any mesh saved, any other restores, bit for bit.
 
     runs/a/step-00000100/             one save, published by one rename after every process has written
-        shardlib.json                 version, step, mesh, shape and dtype of every leaf
+        shardlib.json                 version, step, mesh, shape and dtype of every leaf, which are tied
         .metadata  __0_0.distcp ...   the tensors, in the format of torch.distributed.checkpoint: its readers open them
         __0_0.distcp.crc32 ...        a checksum of every chunk
 
-Files hold global leaves by path, without padding, a stacked leaf as one leaf per layer: meshes, specs, ZeRO stages and
-stacking do not show. One run at a time saves into a folder; any number may read.
+Files hold global leaves by path, without padding, a stacked leaf as one leaf per layer, a tied one once: meshes, specs,
+ZeRO stages and stacking do not show. One run at a time saves into a folder; any number may read.
 """
 
 import importlib.metadata
@@ -32,6 +32,7 @@ from shardlib import layout, saves, tree
 from shardlib.array import Array
 from shardlib.errors import MeshError, TreeError, listing
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import part_of, places
 from shardlib.processes import Processes
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def save(dir: str | os.PathLike[str], state: Any, *, step: int | None = None, ke
 
     number, leaves = ranks.agree("save: the tree", look)
     what = {name: leaf.what for leaf in leaves for name in leaf.names}
-    info = dict(shardlib=_version(), torch=torch.__version__, step=number, mesh=mesh.name if mesh else "", leaves=what)
+    where = mesh.name if mesh else ""
+    tied = {name: own for leaf in leaves if leaf.first for name, own in zip(leaf.names, leaf.first.names, strict=True)}
+    info = dict(shardlib=_version(), torch=torch.__version__, step=number, mesh=where, leaves=what, tied=tied)
     target = saves.folder(root, number)
     aside = ranks.first(lambda: saves.begin(target))
     from shardlib import chunks
@@ -75,7 +78,7 @@ def save(dir: str | os.PathLike[str], state: Any, *, step: int | None = None, ke
             saves.prune(target, keep)
 
     try:
-        chunks.write(aside, (p for leaf in leaves for p in leaf.pieces()), ranks.exchange)
+        chunks.write(aside, (p for leaf in leaves for p in leaf.pieces(leaf.names)), ranks.exchange)
         ranks.first(publish)
     except BaseException as e:
         if ranks.rank == 0:
@@ -107,14 +110,14 @@ def restore(
     `(path, spec) -> bool`: restore these leaves and take the others from `like`. `rename={"new.path": "old.path"}`:
     leaves, or subtrees, that the files know by another name; a `*` stands for one name in both. Raises one `TreeError`
     that lists all that is missing, unexpected (unless `only`) or of another shape or dtype, before anything is read.
+    One array at several places of `like` is one in the result, and must be one in the files.
     """
     ranks, folder = Processes(_mesh(like)), Path(path)
     flat, treedef = tree.flatten(like)
     paths = tree.paths(like)
 
     def look() -> tuple[tuple[list[bool], list[_Leaf]], list[str]]:
-        specs = [getattr(x, "spec", None) for x in flat]
-        chosen = [True] * len(flat) if only is None else tree.choose(only, paths, specs)
+        chosen = [at is not None for at in part_of(like, only, "restore: only").sources]
         for at, x, yes in zip(paths, flat, chosen, strict=True):
             if not yes and _is_abstract(x):
                 raise TreeError(f"restore: `only` leaves `{at}` out, but `like` is abstract and has no value to take")
@@ -123,15 +126,15 @@ def restore(
 
     chosen, leaves = ranks.agree("restore: `like`", look)
 
-    def check() -> tuple[int, list[str]]:
+    def check() -> tuple[int, dict[str, str], list[str]]:
         info = _info(folder)
-        return info["crc32"], _mismatches(folder, info, leaves, whole=only is None)
+        return info["crc32"], info.get("tied", {}), _mismatches(folder, info, leaves, whole=only is None)
 
-    crc, problems = ranks.first(check)
+    crc, tied, problems = ranks.first(check)
     if problems:
         hint = 'only="params.**" restores some leaves, rename={"new.path": "old.path"} finds them by other names'
         raise TreeError("\n  ".join([f"{folder} does not fit `like`:", *problems, hint]))
-    ranks.all(lambda: _fill(folder, leaves, crc))
+    ranks.all(lambda: _fill(folder, leaves, crc, tied))
     made = iter(leaves)
     return tree.unflatten(treedef, [next(made).value if yes else x for yes, x in zip(chosen, flat, strict=True)])
 
@@ -172,11 +175,13 @@ def _version() -> str:
 
 @dataclass
 class _Leaf:
-    """A leaf and its names in files: its path or, of a stacked leaf, one per layer."""
+    """A leaf and its names in files: its path or, of a stacked leaf, one per layer. `first`: the same, at the first of
+    several places."""
 
     path: str
     value: Any
     rename: Mapping[str, str]
+    first: "_Leaf | None" = None
 
     @cached_property
     def stacked(self) -> int:
@@ -213,6 +218,7 @@ class _Leaf:
     def line(self) -> str:
         """What all ranks must agree on."""
         value = "" if isinstance(self.value, Tensor) else f" {self.value!r}"
+        value += f" tied to `{self.first.path}`" if self.first else ""
         return f"`{self.path}` ({_say(self.what)}{value}{f' x {len(self.names)}' if self.stacked else ''})"
 
     def check(self) -> None:
@@ -229,24 +235,28 @@ class _Leaf:
             kinds = listing(t.__name__ for t in _PLAIN)
             raise TreeError(f"save: `{self.path}` is {type(x).__name__}; files hold tensors and {kinds}")
 
-    def pieces(self) -> "Iterator[Piece]":
-        """What this process holds of it, layer by layer."""
+    def pieces(self, names: Sequence[str]) -> "Iterator[Piece]":
+        """What this process holds of it, layer by layer, which the files call `names`; nothing where it is tied."""
         from shardlib.chunks import Piece
 
         x, k = self.value, self.stacked
+        if self.first:
+            return
         if not isinstance(x, Tensor):
-            yield Piece(self.saved[0], x)
+            yield Piece(names[0], x)
             return
         for at, piece in (x.pieces() if isinstance(x, Array) else {(0,) * x.dim(): x.detach()}).items():
             for place in product(*map(range, piece.shape[:k])):
                 number = 0
                 for n, start, i in zip(x.shape[:k], at[:k], place, strict=True):
                     number = number * n + start + i
-                yield Piece(self.saved[number], piece[place], at[k:], tuple(x.shape[k:]))
+                yield Piece(names[number], piece[place], at[k:], tuple(x.shape[k:]))
 
 
 def _leaves(paths: Sequence[str], values: Sequence[Any], rename: Mapping[str, str] | None = None) -> list[_Leaf]:
-    leaves = [_Leaf(p, x, rename or {}) for p, x in zip(paths, values, strict=True)]
+    leaves: list[_Leaf] = []
+    for i, (path, x, at) in enumerate(zip(paths, values, places(values), strict=True)):
+        leaves.append(_Leaf(path, x, rename or {}, leaves[at] if at < i else None))
     owner: dict[str, str] = {}
     for leaf in leaves:
         for name in leaf.names:
@@ -302,11 +312,13 @@ def _say(what: Mapping[str, Any]) -> str:
 def _mismatches(folder: Path, info: dict[str, Any], leaves: Sequence[_Leaf], whole: bool) -> list[str]:
     from shardlib import chunks
 
-    found, lines, used = info["leaves"], [], set()
+    found, tied, lines, used = info["leaves"], info.get("tied", {}), [], set()
     for leaf in leaves:
-        for name, old in zip(leaf.names, leaf.saved, strict=True):
+        for name, old, first in zip(leaf.names, leaf.saved, (leaf.first or leaf).saved, strict=True):
             label = f"`{name}`" + (f" (`{old}` in the files)" if old != name else "")
-            used.add(old)
+            used |= {old, tied.get(old, old)}
+            if old in found and tied.get(old, old) != tied.get(first, first):
+                lines.append(f"{label}: found a leaf of its own, expected one tensor with `{first}`")
             if old not in found:
                 lines.append(f"{label}: missing, expected {_say(leaf.what)}")
             elif found[old] != leaf.what:
@@ -319,14 +331,15 @@ def _mismatches(folder: Path, info: dict[str, Any], leaves: Sequence[_Leaf], who
         return [*lines, str(e)]
 
 
-def _fill(folder: Path, leaves: Sequence[_Leaf], crc: int) -> None:
+def _fill(folder: Path, leaves: Sequence[_Leaf], crc: int, tied: Mapping[str, str]) -> None:
     """Give every leaf new storage and read it from the save whose index has the checksum `crc`."""
     from shardlib import chunks
 
     for leaf in leaves:
-        leaf.value = _empty(leaf.value)
+        leaf.value = leaf.first.value if leaf.first else _empty(leaf.value)
+    pieces = (p for leaf in leaves for p in leaf.pieces([tied.get(name, name) for name in leaf.saved]))
     try:
-        values = iter(chunks.read(folder, chunks.index(folder, crc), (p for leaf in leaves for p in leaf.pieces())))
+        values = iter(chunks.read(folder, chunks.index(folder, crc), pieces))
     finally:
         if _info(folder)["crc32"] != crc:
             raise TreeError(f"{folder} was replaced while it was read: restore it again")

@@ -17,6 +17,7 @@ from shardlib.graph.program import BACKENDS, Collective, Run, collectives, graph
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import once, places
 from shardlib.shard_map import tracing
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
@@ -71,14 +72,14 @@ class Lowered:
             run = self.compile()._run
             assert run is not None
             outputs = [run(inputs[0])]
-        return tree.unflatten(self.structure, [self._wrap(r, outputs) for r in self.results])
+        array = once(lambda position, spec, shape: Array([o[position] for o in outputs], spec, shape, self.mesh))
 
-    def _wrap(self, result: _Result, outputs: Sequence[Sequence[Tensor]]) -> Any:
-        if result.position < 0:
-            return result.constant
-        if result.spec is None:
-            return outputs[0][result.position]
-        return Array([out[result.position] for out in outputs], result.spec, result.shape, self.mesh)
+        def value(r: _Result) -> Any:
+            if r.position < 0:
+                return r.constant
+            return outputs[0][r.position] if r.spec is None else array(r.position, r.spec, r.shape)
+
+        return tree.unflatten(self.structure, list(map(value, self.results)))
 
     def _equal(self) -> dict[int, tuple[str, ...]]:
         """By position of output: the axes over which the types say that all ranks hold the same."""
@@ -119,7 +120,7 @@ class Jitted:
         gone = self._donated(args)
         program = self._program(flat, treedef, static)
         mesh = program.mesh
-        tensors = [x for x in flat if isinstance(x, Tensor)]
+        tensors = _distinct(flat)
         shards = [x.donate() if id(x) in gone and isinstance(x, Array) else _shards(x) for x in tensors]
         ranks = range(mesh.total) if mesh.simulate else range(1)
         inputs = [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
@@ -138,7 +139,7 @@ class Jitted:
         rest = [i for i in range(len(args)) if i not in self.donate + self.static] if self.donate else []
         for i in [*self.donate, *rest]:
             for path, x in zip(tree.paths(args[i]), tree.leaves(args[i]), strict=True):
-                if not isinstance(x, Tensor):
+                if not isinstance(x, Tensor) or (i in self.donate and id(x) in gone):
                     continue
                 where = f"argument {i}, `{path}`" if path else f"argument {i}"
                 storages = {s.untyped_storage()._cdata for s in _shards(x)}
@@ -155,7 +156,7 @@ class Jitted:
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Lowered:
         mesh = current_mesh()
         try:
-            key = _Key(treedef, static, tuple(_signature(x) for x in flat), _mesh_key(mesh), _settings())
+            key = _Key(treedef, static, tuple(_signature(x) for x in flat), places(flat), _mesh_key(mesh), _settings())
             found = self._programs.get(key)
         except TypeError:
             self._refuse_unhashable(flat, treedef, static)
@@ -185,7 +186,7 @@ class Jitted:
 
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], mesh: Mesh) -> Lowered:
         began = time.perf_counter()
-        tensors = [x for x in flat if isinstance(x, Tensor)]
+        tensors = _distinct(flat)
         for x in tensors:
             if isinstance(x, Array) and x.mesh.shape != mesh.shape:
                 raise SpecError(f"{self.__name__}: an argument lies on {x.mesh!r}, the current mesh is {mesh!r}")
@@ -193,29 +194,33 @@ class Jitted:
 
         def run(*locals_: Tensor) -> list[Tensor]:
             fresh = iter(locals_)
-            full = [_like(x, next(fresh)) if isinstance(x, Tensor) else x for x in flat]
+            like = once(lambda x: _like(x, next(fresh)))
+            full = [like(x) if isinstance(x, Tensor) else x for x in flat]
             args = list(tree.unflatten(treedef, full))
             for i, value in zip(self.static, static, strict=True):
                 args[i] = value
             out, structure = tree.flatten(self.f(*args))
-            results, values = [], []
-            for x in out:
+            values: list[Tensor] = []
+
+            def result(x: Any) -> _Result:
                 if not isinstance(x, Tensor):
-                    results.append(_Result(constant=x))
-                    continue
-                spec = x.spec if isinstance(x, Array) else None
-                results.append(_Result(spec, tuple(x.shape), position=len(values)))
+                    return _Result(constant=x)
                 values.append(_shards(x)[0])
-            kept[:] = [results, structure]
+                return _Result(x.spec if isinstance(x, Array) else None, tuple(x.shape), position=len(values) - 1)
+
+            kept[:] = [list(map(once(result), out)), structure]
             return values
 
         module = trace(run, [meta(_shards(x)[0]) for x in tensors], self.__name__)
-        where = [
-            p for p, x in zip(tree.paths(tree.unflatten(treedef, flat)), flat, strict=True) if isinstance(x, Tensor)
-        ]
-        for node, path in zip((n for n in module.graph.nodes if n.op == "placeholder"), where, strict=True):
-            node.meta["path"] = path
+        where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
+        for node, x in zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors, strict=True):
+            node.meta["path"] = where[id(x)]
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
+
+
+def _distinct(flat: Sequence[Any]) -> list[Tensor]:
+    """The inputs of a program: every tensor once."""
+    return [x for i, (x, at) in enumerate(zip(flat, places(flat), strict=True)) if at == i and isinstance(x, Tensor)]
 
 
 def _shards(x: Tensor) -> list[Tensor]:
@@ -254,6 +259,7 @@ class _Key(NamedTuple):
     structure: Any
     static: tuple[Any, ...]
     leaves: tuple[Any, ...]
+    places: tuple[int, ...]
     mesh: Any
     settings: Any
 
@@ -268,6 +274,8 @@ class _Key(NamedTuple):
         pairs = zip(_argument_paths(self.structure), self.leaves, old.leaves, strict=True)
         said = [f"{path} is {_said(new)}, it was {_said(was)}" for path, new, was in pairs if new != was]
         more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+        if not said and self.places != old.places:
+            return "other arguments are one and the same array"
         return said[0] + more if said else "torch's settings differ"
 
 

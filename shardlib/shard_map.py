@@ -27,6 +27,7 @@ from shardlib.array import Array
 from shardlib.errors import MeshError, SpecError, located
 from shardlib.insert import per_device, refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
+from shardlib.parts import firsts, once
 from shardlib.simulate import run_threads
 from shardlib.spec import Cut, Dim, Spec, as_spec
 from shardlib.types import Leaf, Region
@@ -109,15 +110,15 @@ def device_code(mesh: Mesh, where: str, typed: bool = True) -> Iterator[Region]:
         yield here
 
 
-def enter(here: Region, locals_: Sequence[Any], leaves: Sequence[Leaf | None]) -> list[Any]:
-    """One rank's tensors, typed; the names of their specs bound."""
-    for leaf in leaves:
-        if leaf is not None:
+def enter(here: Region, locals_: Sequence[Any], leaves: Sequence[Leaf | None], places: Sequence[int]) -> list[Any]:
+    """One rank's tensors, typed; the names of their specs bound. `places`: where each array stands first."""
+    out: list[Any] = []
+    for i, (x, leaf, at) in enumerate(zip(locals_, leaves, places, strict=True)):
+        if leaf is not None and at == i:
             here.bind(leaf)
-    return [
-        x if leaf is None else here.enter(x, leaf, not layout.is_even(leaf.spec, leaf.shape, here.mesh.shape))
-        for x, leaf in zip(locals_, leaves, strict=True)
-    ]
+            x = here.enter(x, leaf, not layout.is_even(leaf.spec, leaf.shape, here.mesh.shape))
+        out.append(x if at == i else out[at])
+    return out
 
 
 def leave(here: Region, specs: Any, out: Any, what: str) -> tuple[list[Any], list[Leaf | None]]:
@@ -166,8 +167,9 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
 
     `in_specs`: a spec, or a tuple of spec trees, one per argument (None: as the arrays are); a spec stands for a whole
     subtree. `out_specs`: the same for the result; None takes the spec each result leaf brought along, invariants whole.
-    Results are `Array`s; what is not a tensor comes back as it is. Raises `SpecError` before anything is sent when
-    specs, shapes or types do not fit. As `jax.shard_map`.
+    Results are `Array`s; what is not a tensor comes back as it is. An array that stands at several places of the
+    arguments is one tensor inside, and a tensor that stands at several places of the result is one array. Raises
+    `SpecError` before anything is sent when specs, shapes or types do not fit. As `jax.shard_map`.
     """
     seen: dict[Any, _Known] = {}
 
@@ -177,10 +179,11 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
         name = getattr(f, "__name__", "function")
         leaves = borders(in_specs, args, m, name)
         flat, treedef = tree.flatten(args)
+        places = firsts((id(x), leaf) if leaf else i for i, (x, leaf) in enumerate(zip(flat, leaves, strict=True)))
 
         def body(*local: Any, known: _Known = None) -> _Returned:
             with device_code(m, name, typed=known is None) as here:
-                out = f(*tree.unflatten(treedef, enter(here, local, leaves)))
+                out = f(*tree.unflatten(treedef, enter(here, local, leaves, places)))
                 values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known[0])
                 return values, found, tree.flatten(out)[1], here.asked
 
@@ -189,7 +192,7 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
         if tracing() or any(isinstance(x, FakeTensor) for x in local):
             _refuse_captured(args, m, name)
             return _wrap([body(*local)], m)
-        key = (treedef, m.name, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves, strict=True)))
+        key = (treedef, m.name, places, tuple(_signature(x, leaf) for x, leaf in zip(flat, leaves, strict=True)))
         if key not in seen:
             seen[key] = _first_run(body, local, name)
         if m.simulate and m.total > 1:
@@ -253,14 +256,13 @@ def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> _Kn
 
 
 def _values(out: Any) -> list[Any]:
-    return [x.contiguous() if isinstance(x, Tensor) else x for x in tree.leaves(out)]
+    return list(map(once(lambda x: x.contiguous() if isinstance(x, Tensor) else x), tree.leaves(out)))
 
 
 def _wrap(results: Sequence[_Returned], mesh: Mesh) -> Any:
-    """The ranks' results as one tree of arrays."""
-    flats, leaves, treedef = [r[0] for r in results], results[0][1], results[0][2]
-    out = []
-    for i, leaf in enumerate(leaves):
-        values = [flat[i] for flat in flats]
-        out.append(values[0] if leaf is None else Array(values, leaf.spec, leaf.shape, mesh))
-    return tree.unflatten(treedef, out)
+    """The ranks' results as one tree of arrays; what is one tensor and one leaf is one array."""
+    leaves, treedef = results[0][1], results[0][2]
+    array = once(lambda leaf, *values: Array(values, leaf.spec, leaf.shape, mesh))
+    columns = zip(*(r[0] for r in results), strict=True)
+    pairs = zip(leaves, columns, strict=True)
+    return tree.unflatten(treedef, [xs[0] if leaf is None else array(leaf, *xs) for leaf, xs in pairs])

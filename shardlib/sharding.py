@@ -21,6 +21,7 @@ from shardlib import collectives as c
 from shardlib import layout, tree
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Axes, Mesh
+from shardlib.parts import once
 from shardlib.spec import Chains, Spec, as_spec
 from shardlib.types import Leaf, Region, padding_allowed, region
 
@@ -191,14 +192,14 @@ def leaf_of(x: Any, what: str) -> Leaf:
     return found
 
 
-def move(x: Tensor, dst: Spec, *, invariant: bool = True, what: str = "reshard") -> Tensor:
+def move(x: Tensor, dst: Spec, invariant: bool = True) -> Tensor:
     """One leaf inside a per-device function, brought from its spec to `dst`. Sums and gathers give invariant values,
     with `invariant=False` replicated ones (whose gradient is scattered back)."""
     here = region()
     if not here.typed:
         known = here.leaves.get(x)
         return x if known is None else settle(x.view_as(x), Leaf(dst, known.shape))
-    leaf = leaf_of(x, what)
+    leaf = leaf_of(x, "reshard")
     src = leaf.spec
     moves = plan(src, dst, leaf.shape, here.mesh)
     chains = src.chains
@@ -224,13 +225,12 @@ def gather_local(x: Any, axes: Axes | None) -> Any:
     mesh = region().mesh
     if not region().typed:
         return x
-    drop = tuple(mesh.shape) if axes is None else mesh.expand(axes)
+    drop, moved = tuple(mesh.shape) if axes is None else mesh.expand(axes), once(move)
 
     def one(path: str, leaf: Any) -> Any:
-        what = f"gather: `{path}`" if path else "gather"
-        spec = leaf_of(leaf, what).spec
+        spec = leaf_of(leaf, f"gather: `{path}`" if path else "gather").spec
         whole = spec.without(a for a in drop if a in spec.split)
-        return move(leaf, whole, invariant=False, what=what) if whole.chains != spec.chains else leaf
+        return moved(leaf, whole, False) if whole.chains != spec.chains else leaf
 
     flat, treedef = tree.flatten(x)
     return tree.unflatten(treedef, map(one, tree.paths(x), flat))
@@ -238,11 +238,11 @@ def gather_local(x: Any, axes: Axes | None) -> Any:
 
 def reshard_local(x: Any, specs: Any) -> Any:
     """`reshard` inside a per-device function."""
-    mesh = region().mesh
+    mesh, moved = region().mesh, once(move)
 
     def one(path: str, leaf: Any, said: Any) -> Tensor:
-        what = f"reshard: `{path}`" if path else "reshard"
-        return move(leaf, mesh.resolve(as_spec(said).expand(leaf_of(leaf, what).spec.ndim)), what=what)
+        has = leaf_of(leaf, f"reshard: `{path}`" if path else "reshard").spec
+        return moved(leaf, mesh.resolve(as_spec(said).expand(has.ndim)))
 
     flat, treedef = tree.flatten(x)
     return tree.unflatten(treedef, map(one, tree.paths(x), flat, tree.broadcast(specs, x, "reshard")))

@@ -17,6 +17,7 @@ from shardlib import errors, layout, random, tree
 from shardlib.array import Array
 from shardlib.errors import MeshError, SpecError, TreeError, located, nearest
 from shardlib.mesh import Axes, Mesh, current_mesh
+from shardlib.parts import once
 from shardlib.shard_map import global_spec, shard_map, tracing
 from shardlib.sharding import gather_local, move, plan, reshard_local
 from shardlib.spec import Spec
@@ -33,7 +34,7 @@ def _specs_for(tree_: Any, specs: Any, what: str) -> list[Any]:
 
 def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec], Array], mesh: Mesh) -> Any:
     flat, treedef = tree.flatten(tree_)
-    out = []
+    out, make = [], once(make)
     for path, x, said in zip(tree.paths(tree_), flat, _specs_for(tree_, specs, what), strict=True):
         at = f"{what}: `{path}`" if path else what
         if not isinstance(x, Tensor):
@@ -44,7 +45,7 @@ def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec], Arra
             spec = global_spec(said, x.shape, mesh)
             if spec.pending:
                 raise spec.error("a global value is no sum still to be made", spec.pending[0], "leave it out")
-            out.append(make(x.detach(), spec))
+            out.append(make(x, spec))
     return tree.unflatten(treedef, out)
 
 
@@ -66,7 +67,8 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
     """Global tensors -> arrays. Every rank passes the same tensors and keeps its shard.
 
     `specs`: a spec tree, a `@pytree` class, or one spec for all; None where `tree_` is a `@pytree` object. Lengths that
-    do not divide give short or empty last shards (`torch.chunk`'s ceilings). Raises `SpecError`, `MeshError`.
+    do not divide give short or empty last shards (`torch.chunk`'s ceilings). One tensor at several places with one spec
+    is one array, tied, and stays one in all that the library does. Raises `SpecError`, `MeshError`.
     """
     m = mesh or current_mesh()
 
@@ -75,6 +77,7 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
             whole = replace(spec, dims=tuple(replace(d, axes=()) for d in spec.dims))
             return _move([spec], [Array([x.to(m.device).clone()], whole, x.shape, m)], m)[0]
         padded = layout.padded_shape(spec, x.shape, m.shape)
+        x = x.detach()
         made: dict[tuple[slice, ...] | Any, Tensor] = {}
         shards = []
         for r in _ranks(m):
@@ -98,7 +101,7 @@ def from_local(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
         raise MeshError("from_local on a simulated mesh: this process is every rank; pass the global batch to sl.shard")
 
     def make(x: Tensor, spec: Spec) -> Array:
-        local = x.to(m.device, copy=True, memory_format=torch.contiguous_format)
+        local = x.detach().to(m.device, copy=True, memory_format=torch.contiguous_format)
         return Array([local], spec, layout.global_shape(spec, x.shape, m.shape), m)
 
     return _each(tree_, specs, "from_local", make, m)
@@ -136,7 +139,7 @@ def gather(tree_: Any, axes: Axes | None = None) -> Any:
     mesh = flat[0].mesh
     drop = tuple(mesh.shape) if axes is None else mesh.expand(axes)
     arrays = _move([x.spec.without(drop) for x in flat], flat, mesh)
-    return tree.unflatten(treedef, [_whole(x) for x in arrays] if axes is None else arrays)
+    return tree.unflatten(treedef, list(map(once(_whole), arrays)) if axes is None else arrays)
 
 
 def _whole(x: Array) -> Tensor:
@@ -155,7 +158,7 @@ def _mover(specs: tuple[Spec, ...], mesh: Mesh) -> Callable[[list[Array]], list[
     """Cached, so that a move that is made again is not checked on shapes again."""
 
     def moved(xs: list[Tensor]) -> list[Tensor]:
-        return [move(x, s) for x, s in zip(xs, specs, strict=True)]
+        return list(map(once(move), xs, specs))
 
     return shard_map(moved, in_specs=None, out_specs=None, mesh=mesh)
 

@@ -15,6 +15,7 @@ from shardlib.errors import SpecError
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
+from shardlib.parts import once, part_of
 from shardlib.shard_map import shard_map
 from shardlib.state import check_key, gather, reshard, shard
 from shardlib.tree import pytree
@@ -42,6 +43,7 @@ def step(
     accumulate: int | None = None,
     microbatch: int | None = None,
     clip: float | None = None,
+    trainable: tree.Chooser | None = None,
 ) -> Any:
     """A train step: `(state, batch) -> (state, metrics)`, pure, with `.init(params, key=, extra=) -> State`.
 
@@ -49,39 +51,36 @@ def step(
     parameters; `key` is one for the whole step, on all ranks and in all micro-batches: draw by global index (`iota`).
     `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the number of
     micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    `trainable` (globs, or `(path, spec) -> bool`): the parameters that are trained; no others have a gradient or
+    optimizer state. An array that stands at several places of `params` is one parameter, known by its first path.
     Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
     """
     grad_fn = value_and_grad(loss)
-    plan_for = planned(grad_fn, layout, accumulate, microbatch)
+    plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable)
     if not isinstance(optimizer, tuple) or not isinstance(layout, Layout | None) or (clip is not None and not clip > 0):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
         raise SpecError(f"step takes one of sl.optim's optimizers, a Layout and a clip above 0; found {found}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-        key = random.fold_in(state.key, state.step)
+        trained, key = plan.trained, random.fold_in(state.key, state.step)
         params = entering(reshard(state.params, plan.layout.compute), plan.axes)
         pieces = cut(batch, plan.dim, plan.count)
         weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
         totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
-        grads = reshard(grads, plan.layout.opt)  # the reduction: one collective per leaf
+        grads = reshard(grads, trained.take(plan.layout.opt))  # the reduction: one collective per leaf
         norm = global_norm(grads)
         with padding_allowed():
             grads = grads if clip is None else scaled_to(grads, norm, clip)
-            old = reshard(state.params, plan.layout.opt)
+            old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
-            new = reshard(apply_updates(old, updates), plan.layout.params)
+            new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
-        metrics = {
-            "loss": value,
-            "grad_norm": norm,
-            "tokens": weights[0],
-            "lr": learning_rate(opt),
-            **(aux.metrics or {}),
-        }
+        metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         opt = same_leaves("the optimizer", opt, state.opt)
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
-        return replace(state, step=state.step + 1, params=new, opt=opt, extra=extra), metrics
+        new = replace(state, step=state.step + 1, params=trained.put(new, state.params), opt=opt, extra=extra)
+        return new, metrics | (aux.metrics or {})
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
@@ -89,7 +88,7 @@ def step(
         new, metrics = on_ranks(plan_for(state, batch), state, batch)
         return new, gather(metrics)
 
-    with_opt = shard_map(_allowing_padding(optimizer.init), in_specs=None, out_specs=None)
+    with_opt = shard_map(allowing_padding(optimizer.init), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
         if key is not None:
@@ -97,8 +96,9 @@ def step(
         lay = (layout or layout_of(tree.specs(params))).resolve(params)
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
-        opt = with_opt(reshard(params, lay.opt))
-        own = tree.map_(lambda new, old: deepcopy(new) if new is old else new, reshard(params, lay.params), params)
+        trained = part_of(params, trainable, "step: trainable")
+        opt = with_opt(reshard(trained.take(params), trained.take(lay.opt)))
+        own = tree.map_(once(owned), reshard(params, lay.params), params)
         return State(step=zero, params=own, opt=opt, key=root, scale=None, extra=extra)
 
     run.init = init  # type: ignore[attr-defined]
@@ -106,7 +106,14 @@ def step(
     return run
 
 
-def _allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def owned(new: Any, old: Any) -> Any:
+    """The array `new`; where it is `old`, which belongs to the caller, a copy: the state may be donated."""
+    return deepcopy(new) if new is old else new
+
+
+def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`f`, which works on padded leaves."""
+
     def run(x: Any) -> Any:
         with padding_allowed():
             return f(x)

@@ -7,6 +7,7 @@ from typing import Any
 from shardlib import tree
 from shardlib.errors import SpecError
 from shardlib.mesh import Axes, Mesh, current_mesh
+from shardlib.parts import places
 from shardlib.shard_map import global_spec
 from shardlib.spec import MEMORIES, Cut, Spec, as_spec
 
@@ -24,11 +25,19 @@ class Layout:
     def resolve(self, params: Any) -> "Layout":
         """Every spec for its leaf of `params` (arrays): `...` expanded, cuts made, groups as axes."""
         flat, treedef = tree.flatten(params)
-        mesh = current_mesh()
+        mesh, paths, first = current_mesh(), tree.paths(params), places(flat)
 
         def concrete(specs: Any, name: str) -> Any:
             wanted = tree.broadcast(specs, params, f"layout.{name}")
-            return tree.unflatten(treedef, [_concrete(as_spec(s), x, mesh) for s, x in zip(wanted, flat, strict=True)])
+            found = [_concrete(as_spec(s), x, mesh) for s, x in zip(wanted, flat, strict=True)]
+            for i, at in enumerate(first):
+                a, b = found[at], found[i]
+                if (a.chains, a.pending, a.memory) != (b.chains, b.pending, b.memory):
+                    raise SpecError(
+                        f"layout.{name}: `{paths[i]}` is the same array as `{paths[at]}`, hence cut the same way: "
+                        f"found `{b}` for the one and `{a}` for the other"
+                    )
+            return tree.unflatten(treedef, [found[at] for at in first])
 
         return Layout(*(concrete(getattr(self, n), n) for n in ("compute", "params", "grads", "opt")))
 

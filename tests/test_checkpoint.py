@@ -264,7 +264,7 @@ def test_several_stacked_dimensions(tmp_path: Path) -> None:
         assert same(flat["blocks"][4].norm, sl.gather(staged.blocks.norm)[1, 1])
         nested = sl.init(Nested, sizes=sizes, key=KEY)
         path = sl.save(tmp_path, nested, step=2)
-        listed = sl.restore(path, {"groups": [sl.abstract(Staged, sizes)] * 2})
+        listed = sl.restore(path, {"groups": [sl.abstract(Staged, sizes) for _ in range(2)]})
         assert same([g.blocks.w_in for g in listed["groups"]], list(sl.gather(nested.groups.blocks.w_in)))
 
 
@@ -576,7 +576,7 @@ def test_an_error_on_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.Mo
     assert blocked.startswith("rank 0: NotADirectoryError")
     assert differ.splitlines() == [
         "save: the tree is not the same on all ranks",
-        "  rank 1 has `c` (float32 (8,)), `n` (int 1); rank 0 has `n` (int 0)",
+        "  rank 1 has `c` (float32 (8,) tied to `a`), `n` (int 1); rank 0 has `n` (int 0)",
         "  rank 2 has `n` (int 2); rank 0 has `n` (int 0)",
         "  rank 3 has `n` (int 3); rank 0 has `n` (int 0)",
     ]

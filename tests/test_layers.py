@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "shardlib"
 LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
-    ["tree", "layout"],  # trees of specs; spec x mesh sizes -> slices
+    ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
     ["random", "saves", "chunks"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
@@ -28,7 +28,7 @@ LAYERS = [
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff"],
-    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd"],
+    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
     ["graph.trace", "graph.program"],
     ["jit"],
     ["analysis", "accumulate"],

@@ -1,5 +1,7 @@
 """The train step: averages, norms, clipping, micro-batches, errors, metrics. C.. are cases with known right values."""
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -503,3 +505,16 @@ def test_evaluate_adds_up_over_batches():
         assert [x["largest"].item() for _, x in found] == [2.0, 6.0]
         again: Any = sum(x["again"] for _, x in found)
         assert again.value.item() == 4.0
+
+
+def test_step_is_short():
+    """It is printed in the docs, and copied for loops that it does not fit: under 60 lines, of public calls."""
+    (function,) = ast.parse(inspect.getsource(sl.step)).body
+    assert isinstance(function, ast.FunctionDef) and function.end_lineno
+    lines = function.end_lineno - function.body[1].lineno + 1
+    names = {
+        n.attr if isinstance(n, ast.Attribute) else n.id
+        for n in ast.walk(function)
+        if isinstance(n, ast.Attribute | ast.Name)
+    }
+    assert lines < 60 and {n for n in names if n.startswith("_")} == {"__name__"}

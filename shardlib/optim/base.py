@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib import tree
+from shardlib.errors import located
 from shardlib.sharding import leaf_of, settle
 from shardlib.spec import Spec
 from shardlib.types import inside, region
@@ -27,13 +28,17 @@ def matrices(path: str, spec: Spec) -> bool:
     return len(spec.dims) - spec.stacked >= 2
 
 
-def chosen(mask: tree.Chooser | None, params: Any) -> Any:
-    """The tree of booleans that a mask gives for `params`; None chooses all. Decided by path and global shape."""
+def chosen(mask: tree.Chooser | None, params: Any, what: str = "an optimizer's mask") -> Any:
+    """The tree of booleans that a mask gives for `params`; None chooses all. Decided by path and global shape.
+
+    Errors say `what` chooses.
+    """
     flat, treedef = tree.flatten(params)
     if mask is None:
         return tree.unflatten(treedef, [True] * len(flat))
-    specs = [leaf_of(x, "an optimizer's mask").spec for x in flat] if callable(mask) and inside() else flat
-    return tree.unflatten(treedef, tree.choose(mask, tree.paths(params), specs))
+    specs = [leaf_of(x, what).spec for x in flat] if callable(mask) and inside() else flat
+    with located(what):
+        return tree.unflatten(treedef, tree.choose(mask, tree.paths(params), specs))
 
 
 def counter() -> Tensor:
@@ -61,10 +66,17 @@ def needs_master(p: Tensor) -> bool:
     return p.is_floating_point() and p.dtype.itemsize < 4
 
 
+def kept(state: Any, name: str) -> list[Any]:
+    """What an optimizer's state has under `name`; in a tuple or list of states (`chain`, `by_path`), what each has."""
+    if type(state) in (tuple, list):
+        return [x for s in state for x in kept(s, name)]
+    fields = state if isinstance(state, dict) else vars(state) if tree.is_pytree_class(type(state)) else {}
+    return [] if fields.get(name) is None else [fields[name]]
+
+
 def learning_rate(state: Any) -> Tensor | None:
-    """The rate that the last update used, from an optimizer's state; None where the optimizer has none."""
-    found = [x for p, x in zip(tree.paths(state), tree.leaves(state), strict=True) if p.split(".")[-1] == "lr"]
-    return found[0] if found else None
+    """The rate that the last update used, from an optimizer's state: the first that there is, else None."""
+    return next(iter(kept(state, "lr")), None)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

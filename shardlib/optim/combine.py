@@ -1,0 +1,77 @@
+"""Optimizers made of optimizers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardlib import tree
+from shardlib.errors import TreeError, listing
+from shardlib.optim.base import Optimizer, chosen
+from shardlib.parts import Part
+from shardlib.sharding import settle
+from shardlib.types import region
+
+
+def chain(*optimizers: Optimizer) -> Optimizer:
+    """One after the other: each gets the updates of the one before as its gradients (optax's `chain`).
+
+    The state is the tuple of their states.
+    """
+
+    def init(params: Any) -> tuple[Any, ...]:
+        return tuple(o.init(params) for o in optimizers)
+
+    def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        updates, states = grads, []
+        for o, s in zip(optimizers, state, strict=True):
+            updates, new = o.update(updates, s, params)
+            updates = tree.map_(_as_leaf, updates, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    return Optimizer(init, update)
+
+
+def _as_leaf(update: Tensor, p: Tensor) -> Tensor:
+    """An update as the leaf that its parameter is, so that the next optimizer may take its norm."""
+    leaf = region().leaves.get(p)
+    return update if leaf is None else settle(update, leaf)
+
+
+def by_path(optimizers: Mapping[Any, Optimizer]) -> Optimizer:
+    """An optimizer for each part of the parameters: `{"lora.**.b": adamw(2e-3), "lora.**": adamw(2e-4)}`.
+
+    A key is a glob, a tuple of globs or `(path, spec) -> bool`; a leaf belongs to the first that chooses it. Each
+    optimizer sees its own leaves alone, by their whole paths. The state is the tuple of their states, in the order of
+    the mapping; the metric `lr` is the rate of the first that has one, the others are in the state (`state.opt[1].lr`).
+    Raises `TreeError` for a leaf that no key chooses, and for a key that gets none.
+    """
+
+    def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
+        updates, states = grads, []
+        for part, o, s in zip(_parts(list(optimizers), params), optimizers.values(), state, strict=True):
+            own, new = o.update(part.take(grads), s, part.take(params))
+            updates = part.put(own, updates)
+            states.append(new)
+        return updates, tuple(states)
+
+    def init(params: Any) -> tuple[Any, ...]:
+        pairs = zip(_parts(list(optimizers), params), optimizers.values(), strict=True)
+        return tuple(o.init(part.take(params)) for part, o in pairs)
+
+    return Optimizer(init, update)
+
+
+def _parts(choosers: list[Any], params: Any) -> list[Part]:
+    """The leaves that each chooser is the first to choose."""
+    picks = [tree.leaves(chosen(c, params, "by_path")) for c in choosers]
+    paths = tree.paths(params)
+    owner = [next((i for i, pick in enumerate(picks) if pick[at]), None) for at in range(len(paths))]
+    lost = [path for path, own in zip(paths, owner, strict=True) if own is None]
+    if lost:
+        raise TreeError(f"by_path: no key chooses {listing(lost)}; there are {listing(choosers)}")
+    for i, chooser in enumerate(choosers):
+        if i not in owner:
+            raise TreeError(f"by_path: `{chooser}` gets no leaf: keys before it choose all that it matches")
+    return [Part(tuple(at if own == i else None for at, own in enumerate(owner))) for i in range(len(choosers))]
