@@ -46,6 +46,7 @@ from shardlib.ops import reduce as reduce
 from shardlib.ops import token_loss as token_loss
 from shardlib.patterns import assume as assume
 from shardlib.shard_map import shard_map as shard_map
+from shardlib.show import show as show
 from shardlib.state import abstract as abstract
 from shardlib.state import from_local as from_local
 from shardlib.state import gather as gather

@@ -32,6 +32,7 @@ LAYERS = [
     ["graph.trace", "graph.program"],
     ["jit"],
     ["analysis", "accumulate"],
+    ["show"],  # tables for people
     ["step"],
     ["testing.forks", "testing.compare", "testing.functions", "testing.steps", "testing.optimizers"],
 ]
