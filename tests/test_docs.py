@@ -1,5 +1,6 @@
 """The code of the README and of docs/ runs, and what the README says of errors is what they say."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,7 @@ def test_readme_error_is_what_it_says() -> None:
 
 def test_readme_shows_the_two_commands() -> None:
     assert "make demo" in README.read_text() and "make test" in README.read_text()
+
+
+def test_the_step_is_printed_as_it_is() -> None:
+    assert inspect.getsource(sl.step) in (ROOT / "docs" / "step.md").read_text()
