@@ -10,7 +10,7 @@ The name `_` binds nothing: it is what the dimensions of `...` are called.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from shardlib.errors import SpecError, caret, nearest
 
@@ -71,7 +71,7 @@ class Spec:
         tail = [f"+{a}" for a in self.pending] + [f"@{self.memory}"] * (self.memory != "device")
         return " ".join([str(d) for d in self.dims] + tail)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(d.name for d in self.dims)
 
@@ -83,21 +83,21 @@ class Spec:
     def ndim(self) -> int:
         return len(self.dims)
 
-    @property
+    @cached_property
     def chains(self) -> Chains:
         return tuple(d.axes for d in self.dims)
 
-    @property
+    @cached_property
     def split(self) -> tuple[str, ...]:
         """The axes over which some dimension is split, in order of appearance."""
         return tuple(a for d in self.dims for a in d.axes)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis the spec names: splits, then pending sums."""
         return self.split + self.pending
 
-    @property
+    @cached_property
     def has_ellipsis(self) -> bool:
         return any(d.name == ELLIPSIS for d in self.dims)
 
