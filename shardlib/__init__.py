@@ -1,4 +1,18 @@
-"""shardlib: explicit functional train steps on sharded trees."""
+"""shardlib: explicit functional train steps on sharded trees. `docs/tour.md` shows it in one page.
+
+mesh              make_mesh use_mesh current_mesh Mesh
+annotations       pytree spec stack static specs
+at rest           shard gather reshard from_local local init abstract show Array
+per device        shard_map typeof assume
+collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pvary pending axis_size axis_index
+local, by pattern einsum rearrange reduce embed token_loss iota
+transforms        grad value_and_grad remat scan
+train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
+compiled          jit: .lower(*args).collectives(), .traces
+files             save latest restore compare
+testing           testing.check check_loss check_optimizer meshes ranks collectives
+random numbers    random.key split fold_in normal uniform bernoulli ...
+"""
 
 from shardlib import optim as optim
 from shardlib import random as random

@@ -56,3 +56,12 @@ def test_readme_shows_the_two_commands() -> None:
 
 def test_the_step_is_printed_as_it_is() -> None:
     assert inspect.getsource(sl.step) in (ROOT / "docs" / "step.md").read_text()
+
+
+def test_the_package_says_what_it_has() -> None:
+    """`help(shardlib)` names every public function and class."""
+    modules = {p.stem for p in (ROOT / "shardlib").iterdir()}
+    public = {n for n in vars(sl) if not n.startswith("_") and n not in modules} | {"jit", "show", "step"}
+    said = set(re.findall(r"\w+", sl.__doc__ or ""))
+    errors = {n for n in public if n.endswith("Error")}
+    assert public - errors <= said, f"not in the docstring: {public - errors - said}"

@@ -1,4 +1,7 @@
-"""Optimizers: pure pairs `(init, update)` in optax's form, correct under any layout."""
+"""Optimizers: pure pairs `(init, update)` in optax's form, correct under any layout.
+
+adamw, sgd; by_path, chain, weight_ema (`get` reads the average); schedules warmup_cosine and constant; the mask matrices.
+"""
 
 from shardlib.optim.adamw import adamw as adamw
 from shardlib.optim.average import get as get
