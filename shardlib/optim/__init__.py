@@ -1,6 +1,6 @@
 """Optimizers: pure pairs `(init, update)` in optax's form, correct under any layout.
 
-adamw, sgd; by_path, chain, weight_ema (`get` reads the average); schedules warmup_cosine and constant; the mask matrices.
+adamw, sgd; by_path, chain, weight_ema (`get` reads the average); schedules warmup_cosine, constant; the mask matrices.
 """
 
 from shardlib.optim.adamw import adamw as adamw
