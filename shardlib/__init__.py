@@ -20,6 +20,7 @@ from shardlib.collectives import pmax as pmax
 from shardlib.collectives import pmean as pmean
 from shardlib.collectives import ppermute as ppermute
 from shardlib.collectives import pvary as pvary
+from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError

@@ -24,7 +24,7 @@ LAYERS = [
     ["collectives"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops"],
+    ["mean", "norms", "ops", "dropout"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff"],
