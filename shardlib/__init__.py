@@ -9,6 +9,7 @@ from shardlib.autodiff import grad as grad
 from shardlib.autodiff import remat as remat
 from shardlib.autodiff import scan as scan
 from shardlib.autodiff import value_and_grad as value_and_grad
+from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
 from shardlib.checkpoint import latest as latest
 from shardlib.checkpoint import restore as restore
@@ -20,6 +21,7 @@ from shardlib.collectives import pmax as pmax
 from shardlib.collectives import pmean as pmean
 from shardlib.collectives import ppermute as ppermute
 from shardlib.collectives import pvary as pvary
+from shardlib.custom import custom_vjp as custom_vjp
 from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError

@@ -104,7 +104,7 @@ class Region:
         self.received: dict[int, StorageWeakRef] = {}  # which also keep the keys, addresses, from being used again
         self.padding_allowed = 0
         self.paused = False
-        self.reentered = 0
+        self.reentered = ""  # the transform whose Function is running user code
         self.piece: Piece | None = None
         self.where = "shard_map"
         self.asked = False  # whether the code looks at types itself
