@@ -48,6 +48,7 @@ from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.ops import token_loss as token_loss
 from shardlib.patterns import assume as assume
+from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.state import abstract as abstract
 from shardlib.state import from_local as from_local

@@ -135,7 +135,7 @@ def test_forward_mode() -> None:
         for name, case in cases(MESHES[0], axes := ("a", "b")).items():
             kind = here.with_letter("VI", axes, case.takes)
             x, dx = value(kind, case.shape, 0.3), value(kind, case.shape, 2.9)
-            y, ahead = jvp(case.f, (x,), (dx,))
+            y, ahead = jvp(case.f, (x,), (dx,))  # type: ignore[misc]
             given = here.with_letter(kind, axes, case.gives)
             assert here.type_of(y) == here.type_of(ahead) == given, name
             many = vmap(lambda d, f=case.f, x=x: jvp(f, (x,), (d,))[1])(torch.stack([dx, x]))

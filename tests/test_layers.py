@@ -21,7 +21,7 @@ LAYERS = [
     ["array"],  # leaves at rest
     ["checkpoint"],
     ["types", "flow"],  # the four types, by data flow
-    ["collectives", "broadcast"],  # in transpose pairs
+    ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
     ["mean", "norms", "ops", "dropout"],
