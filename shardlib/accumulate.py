@@ -21,7 +21,7 @@ from shardlib.parts import Part, once, part_of, places
 from shardlib.shard_map import borders
 from shardlib.sharding import leaf_of, move, settle
 from shardlib.spec import Dim, Spec
-from shardlib.types import Leaf, Piece, padding_allowed, region, short
+from shardlib.types import Leaf, padding_allowed, region, short
 from shardlib.zero import Layout, layout_of
 
 
@@ -164,7 +164,7 @@ def accumulated(
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
         batch, at = piece
-        with region().running(Piece(plan.dim, at, plan.count) if plan.dim else None):
+        with region().running(plan.dim, at, plan.count):
             (mean, aux), grads = grad_fn(params, batch, key=key, extra=extra, seeds=seeds, part=plan.trained)
         if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
             raise SpecError(

@@ -15,7 +15,7 @@ from shardlib.graph.trace import Meta, sliced, typed, used_placeholders
 from shardlib.mesh import Mesh
 from shardlib.parts import Part
 from shardlib.spec import Dim
-from shardlib.types import Leaf, Piece, paused, region
+from shardlib.types import Leaf, paused, region
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def analyse(
     """Trace the loss once, parameters entering as invariant.
 
     `trees`: params, batch, key, extra, and the number of the micro-batch (None where `dim`, along which the batch is
-    cut in `count`, is); `metas`: of their leaves. Raises every error of specs and types in the loss, and
-    refuses weights that depend on parameters that are `trained`.
+    cut in `count`, is); `metas`: of their leaves. Raises every error of specs and types in the loss, and refuses
+    weights that depend on parameters that are `trained`.
     """
     structures = [tree.flatten(t)[1] for t in trees]
     counts = [len(m) for m in metas]
@@ -76,8 +76,8 @@ def analyse(
         for n, structure in zip(counts, structures, strict=True):
             parts.append(tree.unflatten(structure, xs[at : at + n]))
             at += n
-        params, batch, key, extra, at = parts
-        with region().running(Piece(dim, at, count) if dim else None):
+        params, batch, key, extra, number = parts
+        with region().running(dim, number, count):
             mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
         kept[:] = [tuple(t.coefficient for t in mean.terms)]
         return [t.total for t in mean.terms], [t.weight for t in mean.terms], aux_tree(aux)

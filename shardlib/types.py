@@ -216,9 +216,9 @@ class Region:
             self.sizes, self.bound_by = held
 
     @contextmanager
-    def running(self, piece: Piece | None) -> Iterator[None]:
-        """Inside, a micro-batch runs: what counts rows of the whole batch (`dropout`) asks which."""
-        held, self.piece = self.piece, piece
+    def running(self, dim: Dim | None, at: Tensor | None, count: int) -> Iterator[None]:
+        """Inside, a micro-batch runs (none where `dim` is None): what counts rows of the whole batch asks which."""
+        held, self.piece = self.piece, Piece(dim, at, count) if dim and at is not None else None
         try:
             yield
         finally:

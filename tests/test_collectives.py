@@ -197,6 +197,18 @@ def test_values(mesh: dict[str, int]) -> None:
     assert torch.equal(second, grid[1:2].expand(a, b, 12, 5).flatten(0, 2))
 
 
+def test_summa() -> None:
+    """Blocks of a matmul: each panel is sent along its row or column (van de Geijn and Watts 1997)."""
+
+    def summa(a: Tensor, b: Tensor) -> Any:
+        return sum(
+            sl.pbroadcast(a, "col", source=k) @ sl.pbroadcast(b, "row", source=k) for k in range(sl.axis_size("row"))
+        )
+
+    specs = ("m/row k/col", "k/row n/col")
+    sl.testing.check(summa, torch.matmul, mesh=dict(row=2, col=2), in_specs=specs, out_specs="m/row n/col")
+
+
 def test_broadcast_on_processes() -> None:
     """Values, and gradients: the sum of the weights of all ranks, on the source."""
 

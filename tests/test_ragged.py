@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
@@ -131,6 +132,29 @@ def test_a_sum_over_another_axis_stays_pending() -> None:
         found = sl.gather(f(sl.shard(X, "r/ep rows d/tp"), sl.shard(SIZES, "r/ep n")))
     wanted = plain(X.sum(-1, keepdim=True), SIZES, before(SIZES, 1), before(SIZES, 0), CAPACITY)
     assert torch.equal(found, wanted)
+
+
+def test_experts_without_a_capacity() -> None:
+    """Top-1 routing that drops nothing: tokens sorted by expert, and the results sent back."""
+
+    def dropless(w: Tensor, x: Tensor, expert: Tensor) -> Tensor:
+        n, e = sl.axis_size("ep"), w.shape[0]
+        order = expert.argsort(stable=True)
+        sizes = (expert[:, None] // e == torch.arange(n)).sum(0)
+        (rows, which), got = sl.ragged_all_to_all((x[order], expert[order]), "ep", sizes, capacity=n * len(x))
+        y = torch.einsum("te,tm,emn->tn", F.one_hot(which % e, e).to(x.dtype), rows, w)
+        return sl.ragged_all_to_all(y, "ep", got, capacity=len(x))[0][order.argsort()].tanh()
+
+    expert = torch.tensor([3, 3, 0, 1, 3, 2, 2, 3, 0, 3])
+    w, x = torch.arange(60.0).view(4, 3, 5).double().sin(), torch.arange(30.0).view(10, 3).double().cos()
+    sl.testing.check(
+        dropless,
+        lambda w, x, expert: torch.einsum("tm,tmn->tn", x, w[expert]).tanh(),
+        mesh=dict(ep=2),
+        args=(w, x, expert),
+        in_specs=("experts/ep m n", "tokens/ep m", "tokens/ep"),
+        out_specs="tokens/ep n",
+    )
 
 
 def test_bytes() -> None:
