@@ -25,9 +25,8 @@ def _collect(x: Tensor, axes: tuple[str, ...], source: tuple[int]) -> Tensor:
     return torch.where(mine, wire.all_reduce(x, mesh.group(axes)), 0)
 
 
-_PBroadcast = c._function("pbroadcast", "R", _spread, lambda g, axes, source: _apply(_PSumTo, g, axes, source))
-_PSumTo = c._function("psum_to", "V", _collect, lambda g, axes, source: _apply(_PBroadcast, g, axes, source))
-_apply = c._apply
+_PBroadcast = c._function("pbroadcast", "R", _spread, lambda g, axes, source: c._apply(_PSumTo, g, axes, source))
+_PSumTo = c._function("psum_to", "V", _collect, lambda g, axes, source: c._apply(_PBroadcast, g, axes, source))
 
 
 def pbroadcast(x: Any, axes: Axes, *, source: int) -> Any:
@@ -47,6 +46,6 @@ def pbroadcast(x: Any, axes: Axes, *, source: int) -> Any:
 
     def one(y: Tensor, _: tuple[str, ...]) -> Tensor:
         refuse("pbroadcast", y, plain, "P", "psum it first")
-        return _apply(_PBroadcast, c.pvary(y, ordered), ordered, (at,))
+        return c._apply(_PBroadcast, c.pvary(y, ordered), ordered, (at,))
 
     return c._each("pbroadcast", x, axes, one)
