@@ -4,9 +4,10 @@ mesh              make_mesh use_mesh current_mesh Mesh
 annotations       pytree spec stack static specs
 at rest           shard gather reshard from_local local init abstract show Array
 per device        shard_map typeof assume
-collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pvary pending axis_size axis_index
-local, by pattern einsum rearrange reduce embed token_loss iota
-transforms        grad value_and_grad remat scan
+collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pbroadcast
+                  ragged_all_to_all pvary pending axis_size axis_index
+local, by pattern einsum rearrange reduce embed token_loss dropout iota
+transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
 compiled          jit: .lower(*args).collectives(), .traces
 files             save latest restore compare
@@ -23,6 +24,7 @@ from shardlib.autodiff import grad as grad
 from shardlib.autodiff import remat as remat
 from shardlib.autodiff import scan as scan
 from shardlib.autodiff import value_and_grad as value_and_grad
+from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
 from shardlib.checkpoint import latest as latest
 from shardlib.checkpoint import restore as restore
@@ -34,6 +36,8 @@ from shardlib.collectives import pmax as pmax
 from shardlib.collectives import pmean as pmean
 from shardlib.collectives import ppermute as ppermute
 from shardlib.collectives import pvary as pvary
+from shardlib.custom import custom_vjp as custom_vjp
+from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError
@@ -59,6 +63,7 @@ from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.ops import token_loss as token_loss
 from shardlib.patterns import assume as assume
+from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show
 from shardlib.state import abstract as abstract

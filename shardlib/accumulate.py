@@ -14,13 +14,13 @@ from shardlib.analysis import Analysis, analyse, leaf_meta
 from shardlib.array import Array
 from shardlib.autodiff import Aux, GradFn, aux_of, aux_tree
 from shardlib.errors import SpecError
-from shardlib.graph.trace import called
+from shardlib.graph.trace import called, meta
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Part, once, part_of, places
 from shardlib.shard_map import borders
 from shardlib.sharding import leaf_of, move, settle
-from shardlib.spec import Spec
+from shardlib.spec import Dim, Spec
 from shardlib.types import Leaf, padding_allowed, region, short
 from shardlib.zero import Layout, layout_of
 
@@ -34,7 +34,7 @@ class Plan:
     layout: Layout
     trained: Part
     sums: Any
-    dim: str | None
+    dim: Dim | None
     count: int
     loss: Analysis
 
@@ -48,10 +48,20 @@ class Plan:
         """The factor of every term of the loss."""
         return self.loss.coefficients
 
+    def pieces(self, batch: Any) -> list[Any]:
+        """The micro-batches, each with its number (None where there is one)."""
+        parts = cut(batch, self.dim and self.dim.name, self.count)
+        return [(part, number(i) if self.dim else None) for i, part in enumerate(parts)]
+
     def weights(self, params: Any, pieces: Sequence[Any], key: Any, extra: Any) -> list[Tensor]:
         """The weight of every term, summed over micro-batches and ranks."""
-        each = [self.loss.weights(params, piece, key, extra) for piece in pieces]
+        each = [self.loss.weights(params, piece, key, extra, at) for piece, at in pieces]
         return [whole(added(ws)) for ws in zip(*each, strict=True)]
+
+
+def number(i: int) -> Tensor:
+    """A number as a 0-d tensor, so that all micro-batches share a graph."""
+    return torch.full((), i, dtype=torch.int64, device=current_mesh().device)
 
 
 def same_leaves(what: str, new: Any, old: Any) -> Any:
@@ -105,10 +115,12 @@ def planned(
             lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
             enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
-            enter += [[cut_leaf(leaf, dim, count) for leaf in leaves[1]], *leaves[2:]]
+            enter += [[cut_leaf(leaf, dim and dim.name, count) for leaf in leaves[1]], *leaves[2:]]
             metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
+            at = number(0) if dim else None
+            metas.append([meta(x) for x in tree.leaves(at)])
             trained = part_of(state.params, trainable, "step: trainable")
-            loss = analyse(grad_fn, mesh, trees, metas, trained)
+            loss = analyse(grad_fn, mesh, (*trees, at), metas, trained, dim, count)
             if loss.weighs_extra and count > 1:
                 raise SpecError(
                     "step: the weight of the loss depends on `extra`, which changes from one micro-batch to the next; "
@@ -145,13 +157,15 @@ def entering(params: Any, axes: Sequence[str]) -> Any:
 def accumulated(
     grad_fn: GradFn, plan: Plan, params: Any, pieces: Sequence[Any], key: Any, extra: Any, seeds: Sequence[Tensor]
 ) -> tuple[list[Tensor], Aux, Any]:
-    """Totals, `Aux` and gradients of what is trained (as `plan.sums` says, in float32 or wider) of all micro-batches.
+    """Totals, `Aux` and gradients of what is trained (as `plan.sums` says, in float32 or wider) of all `plan.pieces`.
 
     While a program is traced the micro-batch is one graph that is called once for each.
     """
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
-        (mean, aux), grads = grad_fn(params, piece, key=key, extra=extra, seeds=seeds, part=plan.trained)
+        batch, at = piece
+        with region().running(plan.dim, at, plan.count):
+            (mean, aux), grads = grad_fn(params, batch, key=key, extra=extra, seeds=seeds, part=plan.trained)
         if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
             raise SpecError(
                 f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
@@ -220,8 +234,8 @@ def cut_leaf(leaf: Leaf, name: str | None, n: int) -> Leaf:
     return Leaf(leaf.spec, tuple(size // n if i == at else size for i, size in enumerate(leaf.shape)))
 
 
-def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, mesh: Mesh) -> tuple[str | None, int]:
-    """The name of the batch dimension and how many micro-batches to cut it into.
+def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, mesh: Mesh) -> tuple[Dim | None, int]:
+    """The batch dimension and how many micro-batches to cut it into.
 
     It is the first dimension of the first leaf in which that is split (of the first leaf, where none is).
     `accumulate`: how many; `microbatch`: rows per rank in each.
@@ -252,7 +266,7 @@ def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, me
             each, left = divmod(rows, mesh.size(d.axes))
             if d.name == dim.name and (n < 1 or left or each % n):
                 raise SpecError(f"step: {asked} does not fit `{d}` of `batch.{path}`: {rows} rows, {each} on each rank")
-    return dim.name, n
+    return (dim, n) if n > 1 else (None, 1)
 
 
 def cut(batch: Any, name: str | None, n: int) -> list[Any]:

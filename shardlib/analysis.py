@@ -14,6 +14,7 @@ from shardlib.errors import SpecError, listing
 from shardlib.graph.trace import Meta, sliced, typed, used_placeholders
 from shardlib.mesh import Mesh
 from shardlib.parts import Part
+from shardlib.spec import Dim
 from shardlib.types import Leaf, paused, region
 
 
@@ -52,12 +53,19 @@ def leaf_meta(leaf: Leaf, dtype: Any, mesh: Mesh, letters: dict[str, str] | None
 
 
 def analyse(
-    grad_fn: GradFn, mesh: Mesh, trees: Sequence[Any], metas: Sequence[Sequence[Meta]], trained: Part
+    grad_fn: GradFn,
+    mesh: Mesh,
+    trees: Sequence[Any],
+    metas: Sequence[Sequence[Meta]],
+    trained: Part,
+    dim: Dim | None,
+    count: int,
 ) -> Analysis:
     """Trace the loss once, parameters entering as invariant.
 
-    `trees`: params, batch, key, extra; `metas`: of their leaves. Raises every error of specs and types in the loss, and
-    refuses weights that depend on parameters that are `trained`.
+    `trees`: params, batch, key, extra, and the number of the micro-batch (None where `dim`, along which the batch is
+    cut in `count`, is); `metas`: of their leaves. Raises every error of specs and types in the loss, and refuses
+    weights that depend on parameters that are `trained`.
     """
     structures = [tree.flatten(t)[1] for t in trees]
     counts = [len(m) for m in metas]
@@ -68,8 +76,9 @@ def analyse(
         for n, structure in zip(counts, structures, strict=True):
             parts.append(tree.unflatten(structure, xs[at : at + n]))
             at += n
-        params, batch, key, extra = parts
-        mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
+        params, batch, key, extra, number = parts
+        with region().running(dim, number, count):
+            mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
         kept[:] = [tuple(t.coefficient for t in mean.terms)]
         return [t.total for t in mean.terms], [t.weight for t in mean.terms], aux_tree(aux)
 
@@ -86,4 +95,4 @@ def analyse(
         raise SpecError(
             f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); it may count data alone"
         )
-    return Analysis(tuple(axes), kept[0], any(reads[sum(counts[:3]) :]), weights, results[n : 2 * n])
+    return Analysis(tuple(axes), kept[0], any(reads[sum(counts[:3]) : sum(counts[:4])]), weights, results[n : 2 * n])

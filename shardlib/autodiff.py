@@ -290,6 +290,16 @@ def _pull(
     return torch.func.vjp(of_floats, *(primals[i] for i in at))[1](tuple(xs[:n]))
 
 
+def distinct(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`ys` as the results of a Function, which returns no input, and nothing twice."""
+    held = {id(x) for x in inputs}
+    out = []
+    for y in ys:
+        out.append(y.view_as(y) if id(y) in held else y)
+        held.add(id(y))
+    return tuple(out)
+
+
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, whose intermediate values are computed again in the backward pass instead of kept (its collectives too).
 
@@ -307,15 +317,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             for i, x in zip(at, xs, strict=True):
                 full[i] = x
             a, o = tree.unflatten(treedef, full)
-            with reentered():
+            with reentered("remat"):
                 out, structure = tree.flatten(f(*a, **o))
             kept[:] = [structure, [None if isinstance(y, Tensor) else y for y in out]]
-            held = [*xs]
-            for i, y in enumerate(out):  # a Function returns no input, and nothing twice
-                if isinstance(y, Tensor):
-                    out[i] = y.view_as(y) if any(y is x for x in held) else y
-                    held.append(y)
-            return tuple(y for y in out if isinstance(y, Tensor))
+            return distinct([y for y in out if isinstance(y, Tensor)], xs)
 
         with _plain():
             made = iter(_Remat.apply(of_tensors, *(flat[i] for i in at)))  # type: ignore[arg-type]

@@ -10,6 +10,8 @@
 | own_slice                   | I -> V   | all_gather(...) | 0                                            |
 | all_to_all                  | V -> V   | all_to_all      | b (n-1)/n                                    |
 | ppermute                    | V -> V   | ppermute        | b                                            |
+| pbroadcast (broadcast.py)   | V -> R   | psum_to         | b                                            |
+| psum_to                     | P -> V   | pbroadcast      | 2 b (n-1)/n                                  |
 | pending                     | V -> P   | (identity)      | 0                                            |
 | pmax                        | V -> I   | none            | 2 b (n-1)/n                                  |
 
@@ -110,12 +112,12 @@ def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
 
 
 def refuse_captured(name: str, tensors: Sequence[Tensor]) -> None:
-    """Inside remat: raise for a value of an outer transform, whose gradient would be lost."""
+    """Inside remat or custom_vjp: raise for a value of an outer transform, whose gradient would be lost."""
     level = maybe_current_level() or 0
     if any(is_functorch_wrapped_tensor(x) and maybe_get_level(x) > level for x in tensors):
         raise SpecError(
-            f"{name}: remat captured a value that is being differentiated (or mapped); its gradient would be lost.\n"
-            "  Pass it as an argument: remat(f)(w, x)"
+            f"{name}: {region().reentered} captured a value that is being differentiated (or mapped); its gradient "
+            "would be lost.\n  Pass it as an argument: f(w, x)"
         )
 
 

@@ -297,18 +297,19 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def reentered() -> Iterator[None]:
-    """Inside a Function or a backward, where torch has function modes off: the region's `Insert` on again."""
+def reentered(name: str) -> Iterator[None]:
+    """Inside a Function or a backward, where torch has function modes off: the region's `Insert` on again, and no
+    captured value may be one that is being differentiated. `name`: whose Function it is."""
     if not inside() or not region().typed:
         yield
         return
     here = region()
-    here.reentered += 1
+    held, here.reentered = here.reentered, name
     try:
         with torch._C._EnableTorchFunction(), here.insert:  # the public switch only turns off
             yield
     finally:
-        here.reentered -= 1
+        here.reentered = held
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib import random, tree
-from shardlib.accumulate import Plan, accumulated, cut, entering, planned, same_leaves
+from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves
 from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
 from shardlib.mean import Mean, divide, whole
@@ -48,7 +48,7 @@ def step(
     """A train step: `(state, batch) -> (state, metrics)`, pure, with `.init(params, key=, extra=) -> State`.
 
     `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
-    parameters; `key` is one for the whole step, on all ranks and in all micro-batches: draw by global index (`iota`).
+    parameters; `key` is one for the whole step, on all ranks and in all micro-batches: `dropout` draws by global row.
     `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the number of
     micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
     `trainable` (globs, or `(path, spec) -> bool`): the parameters that are trained; no others have a gradient or
@@ -64,7 +64,7 @@ def step(
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         trained, key = plan.trained, random.fold_in(state.key, state.step)
         params = entering(reshard(state.params, plan.layout.compute), plan.axes)
-        pieces = cut(batch, plan.dim, plan.count)
+        pieces = plan.pieces(batch)
         weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
         totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)

@@ -204,6 +204,20 @@ def match(tree: Any, other: Any, what: str = "the second tree") -> list[Any]:
     return flat
 
 
+def match_or_none(tree: Any, other: Any, what: str) -> list[Any]:
+    """The leaves of `other`, which must have the structure of `tree`, or a None in place of a leaf or subtree, which
+    stands for each leaf of it."""
+    try:
+        found = optree.broadcast_prefix(other, tree, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError as e:
+        raise TreeError(f"{what} does not match: {_difference(other, tree) or e}") from None
+    whole = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    flat = [x for x, t in zip(found, whole, strict=True) if t is not None]
+    if len(leaves(other)) != sum(x is not None for x in flat):
+        raise TreeError(f"{what} does not match: a leaf stands for a subtree")
+    return flat
+
+
 def paths(tree: Any) -> list[str]:
     """The path of every leaf: `blocks.3.w_in`; `blocks.*.w_in` for a stacked leaf; `""` for a lone leaf."""
     return list(_paths(flatten(tree)[1]))

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # no public way to 
 
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Mesh
-from shardlib.spec import Spec
+from shardlib.spec import Dim, Spec
 
 T = TypeVar("T")
 NO_TENSOR = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -76,6 +76,14 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """The micro-batch that runs: number `at` (0-d int64) of `count`, which cut the batch along `dim`."""
+
+    dim: Dim
+    at: Tensor
+    count: int
+
+
 @dataclass
 class Region:
     """One per-device function while it runs or is traced: the mesh, the types, the sizes that names are bound to."""
@@ -96,7 +104,8 @@ class Region:
         self.received: dict[int, StorageWeakRef] = {}  # which also keep the keys, addresses, from being used again
         self.padding_allowed = 0
         self.paused = False
-        self.reentered = 0
+        self.reentered = ""  # the transform whose Function is running user code
+        self.piece: Piece | None = None
         self.where = "shard_map"
         self.asked = False  # whether the code looks at types itself
         self.insert: Any = None
@@ -205,6 +214,15 @@ class Region:
             yield
         finally:
             self.sizes, self.bound_by = held
+
+    @contextmanager
+    def running(self, dim: Dim | None, at: Tensor | None, count: int) -> Iterator[None]:
+        """Inside, a micro-batch runs (none where `dim` is None): what counts rows of the whole batch asks which."""
+        held, self.piece = self.piece, Piece(dim, at, count) if dim and at is not None else None
+        try:
+            yield
+        finally:
+            self.piece = held
 
     def describe(self, x: Tensor) -> str:
         """`f64[8, 4] varying over dp, pending over tp`, with the spec where the value still has one."""

@@ -64,6 +64,11 @@ def permute(x: Tensor, source: list[int], group: str) -> Tensor:
     return torch.ops.shardlib.permute(x.contiguous(), source, group)
 
 
+def broadcast(x: Tensor, source: int, group: str) -> Tensor:
+    """What the rank at index `source` of the group holds, on every rank."""
+    return wait(_ops.broadcast(x.contiguous(), source, group))
+
+
 def axis_index(group: str, device: torch.device) -> Tensor:
     """The rank's index in the group, a 0-d int64 tensor."""
     return torch.ops.shardlib.axis_index(group, device)

@@ -5,14 +5,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 import shardlib as sl
 from shardlib import collectives as c
+from shardlib.autodiff import _dual
+from shardlib.broadcast import _PSumTo
 from shardlib.types import region
 
 DUAL = {"I": "I", "R": "P", "V": "V", "P": "R"}
+TRANSPOSED = {"I": "I", "R": "PV", "V": "VR", "P": "R"}  # what data flow finds a cotangent to be
 MESHES = (dict(a=2, b=3), dict(a=3, b=1))
 ORDERS = (("a",), ("b",), ("a", "b"), ("b", "a"))
 
@@ -38,6 +42,9 @@ def cases(mesh: dict[str, int], axes: tuple[str, ...]) -> dict[str, Case]:
         "ppermute by shift": Case(lambda x: sl.ppermute(x, axes, shift=1), "V", "V", (5, 3)),
         "ppermute to some": Case(lambda x: sl.ppermute(x, axes, [(n - 1, 0)]), "V", "V", (3,)),
         "ppermute of equal": Case(lambda x: sl.ppermute(x, axes, [(0, n - 1)]), "R", "V", (3,)),
+        "pbroadcast": Case(lambda x: sl.pbroadcast(x, axes, source=n - 1), "V", "R", (5, 3)),
+        "pbroadcast of replicated": Case(lambda x: sl.pbroadcast(x, axes, source=0), "R", "R", ()),
+        "psum_to": Case(lambda x: c._apply(_PSumTo, x, axes, (n - 1,)), "P", "V", (5, 3)),
         "pmean": Case(lambda x: sl.pmean(x, axes), "V", "I", (5, 3)),
     }
     for dim in (0, 2):
@@ -100,6 +107,9 @@ def test_transposes(mesh: dict[str, int], axes: tuple[str, ...]) -> None:
             g = value("".join(DUAL[k] for k in given), tuple(y.shape), 1.1)
             (back,), ahead = pull(g), case.f(dx)
             assert back.shape == x.shape and here.type_of(ahead) == given, name
+            found = zip(kind, here.type_of(back), strict=True)
+            assert all(f in TRANSPOSED[k] for k, f in found), (name, kind, here.type_of(back))
+            assert here.type_of(_dual(here, x, back, name)) == "".join(DUAL[k] for k in kind), name
             twice = vjp(lambda g, pull=pull: pull(g)[0], g)[1](dx)[0].clone()
             here.set_type(twice, given)  # that of `pending` is varying: its transpose is the identity
             many = (
@@ -114,6 +124,30 @@ def test_transposes(mesh: dict[str, int], axes: tuple[str, ...]) -> None:
     for name, (left, right, twice, mapped, size) in on(mesh, body).items():
         assert abs(left - right) <= 1e-12 * max(1.0, abs(left)), name
         assert twice <= 1e-14 * size and mapped <= 1e-14 * size, name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
+def test_forward_mode() -> None:
+    """The tangent of a linear function is its value at the tangent, with the type of the result; mapped, too."""
+
+    def body() -> dict[str, tuple[Tensor, ...]]:
+        here, out = region(), {}
+        for name, case in cases(MESHES[0], axes := ("a", "b")).items():
+            kind = here.with_letter("VI", axes, case.takes)
+            x, dx = value(kind, case.shape, 0.3), value(kind, case.shape, 2.9)
+            y, ahead = jvp(case.f, (x,), (dx,))  # type: ignore[misc]
+            given = here.with_letter(kind, axes, case.gives)
+            assert here.type_of(y) == here.type_of(ahead) == given, name
+            many = vmap(lambda d, f=case.f, x=x: jvp(f, (x,), (d,))[1])(torch.stack([dx, x]))
+            wanted = case.f(dx)
+            apart = largest(many - torch.stack([wanted, y]))
+            out[name] = largest(ahead - wanted), apart, largest(y - case.f(x)), largest(wanted)
+        return out
+
+    with sl.make_mesh(MESHES[0], simulate=True):
+        f = sl.jit(sl.shard_map(lambda _: body(), in_specs="", out_specs="..."))
+        for name, (*apart, size) in sl.gather(f(torch.zeros(()))).items():
+            assert max(apart) <= 1e-14 * size, name
 
 
 def largest(x: Tensor) -> Tensor:
@@ -140,11 +174,13 @@ def test_values(mesh: dict[str, int]) -> None:
             sl.ppermute(x, ("b", "a"), shift=1),
             sl.all_to_all("r/a/b t -> r/a t/b", x[:, :3]),
             sl.pmean(x, "a"),
+            sl.pbroadcast({"x": x}, ("b", "a"), source=a * b - 1)["x"],
+            sl.pbroadcast(x, "a", source=1),
         )
 
-    specs = ("r s", "r s", "r/a s", "r s", "q/b/a s", "r/b/a s", "r/a t/b", "r/b s")
+    specs = ("r s", "r s", "r/a s", "r s", "q/b/a s", "r/b/a s", "r/a t/b", "r/b s", "r/a/b s", "r/a/b s")
     with sl.make_mesh(mesh, simulate=True):
-        whole, both, one, top, part, moved, swapped, mean = sl.gather(
+        whole, both, one, top, part, moved, swapped, mean, last, second = sl.gather(
             sl.shard_map(body, in_specs="r/a/b s", out_specs=specs)(sl.shard(x, "r/a/b s"))
         )
     grid = x.view(a, b, 12, 5)
@@ -157,6 +193,36 @@ def test_values(mesh: dict[str, int]) -> None:
     assert torch.equal(moved, by_b.roll(1, 0).flatten(0, 1))
     assert torch.equal(swapped, x[:, :3])
     torch.testing.assert_close(mean, grid.mean(0).flatten(0, 1))
+    assert torch.equal(last, x[-12:].repeat(a * b, 1))
+    assert torch.equal(second, grid[1:2].expand(a, b, 12, 5).flatten(0, 2))
+
+
+def test_summa() -> None:
+    """Blocks of a matmul: each panel is sent along its row or column (van de Geijn and Watts 1997)."""
+
+    def summa(a: Tensor, b: Tensor) -> Any:
+        return sum(
+            sl.pbroadcast(a, "col", source=k) @ sl.pbroadcast(b, "row", source=k) for k in range(sl.axis_size("row"))
+        )
+
+    specs = ("m/row k/col", "k/row n/col")
+    sl.testing.check(summa, torch.matmul, mesh=dict(row=2, col=2), in_specs=specs, out_specs="m/row n/col")
+
+
+def test_broadcast_on_processes() -> None:
+    """Values, and gradients: the sum of the weights of all ranks, on the source."""
+
+    def run() -> Any:
+        def body(x: Tensor, w: Tensor) -> Any:
+            g = sl.grad(lambda x: sl.psum((sl.pbroadcast(x, ("tp", "dp"), source=1) * w).sum(), ("dp", "tp")))(x)
+            return sl.pbroadcast(x, ("tp", "dp"), source=1), g
+
+        with sl.make_mesh(dp=2, tp=2):
+            x = sl.shard(torch.arange(8.0), "n/dp/tp")
+            return sl.gather(sl.shard_map(body, in_specs="n/dp/tp", out_specs="n/dp/tp")(x, x))
+
+    for values, g in on_ranks(4, run):
+        assert values.tolist() == [4, 5] * 4 and g.tolist() == [0, 0, 0, 0, 12, 16, 0, 0]
 
 
 def test_gradients_of_a_known_sum() -> None:
@@ -218,6 +284,11 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "ppermute twice to one": (lambda x, w: sl.ppermute(x, "dp", [(0, 1), (1, 1)]), "1 stands twice on one side"),
     "ppermute twice from one": (lambda x, w: sl.ppermute(x, "dp", [(0, 1), (0, 0)]), "0 stands twice on one side"),
     "ppermute outside": (lambda x, w: sl.ppermute(x, "dp", [(0, 2)]), r"\(0, 2\) is outside 0..1"),
+    "pbroadcast of pending": (lambda x, w: sl.pbroadcast(sl.pending(x, "dp"), "dp", source=0), "psum it first"),
+    "pbroadcast from nowhere": (
+        lambda x, w: sl.pbroadcast(x, ("dp", "tp"), source=4),
+        "pbroadcast over `dp` and `tp`: there is no source 4 in 0..3",
+    ),
     "no tensor": (lambda x, w: sl.psum({"a": 3}, "dp"), "psum takes tensors, found int"),
     "no axis": (lambda x, w: sl.axis_index(()), "axis_index needs an axis"),
     "forward mode": (

@@ -21,13 +21,13 @@ LAYERS = [
     ["array"],  # leaves at rest
     ["checkpoint"],
     ["types", "flow"],  # the four types, by data flow
-    ["collectives"],  # in transpose pairs
+    ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops"],
+    ["mean", "norms", "ops", "dropout"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
-    ["autodiff"],
+    ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
     ["graph.trace", "graph.program"],
     ["jit"],
@@ -50,6 +50,7 @@ PRIVATE = {
     "collectives": "functorch's levels",
     "insert": "function modes",
     "autodiff": "functorch's levels",
+    "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",
     "checkpoint": "fake tensors",

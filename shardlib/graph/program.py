@@ -69,7 +69,7 @@ def _collective(node: Node, op: str, graph: str, times: int) -> Collective:
     x = node.args[0].meta["val"]  # type: ignore[union-attr]
     size = x.numel() * x.dtype.itemsize
     sent = {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
-    sent = size if op == "ppermute" else sent
+    sent = size if op in ("ppermute", "pbroadcast") else sent
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
     return Collective(_origin(node) or node.name, op, axes, tuple(x.shape), x.dtype, sent, graph, times)
