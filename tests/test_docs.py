@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 import shardlib as sl
+from shardlib import mesh
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages make a mesh the current one until changed."""
+    monkeypatch.setattr(mesh, "_current", [])
 
 
 def blocks(page: Path, language: str) -> list[str]:
