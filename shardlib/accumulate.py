@@ -240,11 +240,9 @@ def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, me
     It is the first dimension of the first leaf in which that is split (of the first leaf, where none is).
     `accumulate`: how many; `microbatch`: rows per rank in each.
     """
-    for what, asked in (("accumulate", accumulate), ("microbatch", microbatch)):
+    for what, of, asked in (("accumulate", "pieces", accumulate), ("microbatch", "rows", microbatch)):
         if asked is not None and not isinstance(asked, int):
-            raise SpecError(
-                f"step: {what}= is a number of {'pieces' if asked is accumulate else 'rows'}, not {asked!r}"
-            )
+            raise SpecError(f"step: {what}= is a number of {of}, not {asked!r}")
     if accumulate is not None and microbatch is not None:
         raise SpecError("step: give accumulate= (how many micro-batches) or microbatch= (rows per rank), not both")
     if accumulate in (None, 1) and microbatch is None:

@@ -10,6 +10,7 @@ from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.array import Array
 from shardlib.errors import SpecError
+from shardlib.graph.program import bytes_sent
 from shardlib.mesh import Axes, Mesh
 from shardlib.sharding import Move, plan
 from shardlib.spec import Spec
@@ -68,10 +69,9 @@ def _tree(x: Any) -> "Table":
         if not isinstance(leaf, Tensor):
             table.add_row(path, "", type(leaf).__name__, "", "", "")
             continue
-        here = math.prod(_local(leaf)) * leaf.dtype.itemsize
-        whole, held = whole + leaf.numel() * leaf.dtype.itemsize, held + here
+        size, here = leaf.numel() * leaf.dtype.itemsize, math.prod(_local(leaf)) * leaf.dtype.itemsize
+        whole, held = whole + size, held + here
         spec = str(leaf.spec) if isinstance(leaf, Array) else "(plain)"
-        size = leaf.numel() * leaf.dtype.itemsize
         table.add_row(path, spec, short(leaf), str(list(_local(leaf))), amount(size), amount(here))
     table.add_section()
     table.add_row("all", "", "", "", amount(whole), amount(held))
@@ -136,9 +136,9 @@ def sent(src: Spec, dst: Spec, shape: Sequence[int], itemsize: int, mesh: Mesh) 
         return math.prod(cuts.padded_length(n, c, mesh.shape) for n, c in zip(shape, of, strict=True))
 
     for move in plan(src, dst, shape, mesh):
-        before, chains, n = elements(chains), move.after(chains), mesh.size(move.axes)
-        times = {"sum": 2 * before / n, "gather": before, "scatter": before / n, "exchange": before / n, "slice": 0}
-        out.append((move, int(times[move.op] * (n - 1) * itemsize)))
+        size, chains = elements(chains) * itemsize, move.after(chains)
+        n = 0 if move.op == "slice" else bytes_sent(_NAMES[move.op], size, mesh.size(move.axes))
+        out.append((move, n))
     return out
 
 

@@ -62,14 +62,20 @@ def collectives(module: GraphModule, graph: str = "step", times: int = 1) -> lis
     return out
 
 
+def bytes_sent(op: str, size: int, n: int) -> int:
+    """What each of `n` ranks sends in a collective of an operand of `size` bytes, by the usual ring algorithms."""
+    if op in ("ppermute", "pbroadcast"):
+        return size
+    return {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
+
+
 def _collective(node: Node, op: str, graph: str, times: int) -> Collective:
     mesh, axes = next(a for a in reversed(node.args) if isinstance(a, str) and "/" in a).split("/")
     sizes = dict(pair.split("=") for pair in mesh.split(","))
     n = math.prod(int(sizes[a]) for a in axes.split(","))
     x = node.args[0].meta["val"]  # type: ignore[union-attr]
     size = x.numel() * x.dtype.itemsize
-    sent = {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
-    sent = size if op in ("ppermute", "pbroadcast") else sent
+    sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
     return Collective(_origin(node) or node.name, op, axes, tuple(x.shape), x.dtype, sent, graph, times)
