@@ -13,7 +13,7 @@ from shardlib.spec import Dim, Spec, parse_list
 from shardlib.types import Region, refuse, region
 
 
-def dropout(pattern: str, x: Tensor, key: Tensor, p: float) -> Tensor:
+def dropout(pattern: str, x: Tensor, key: Tensor | None, p: float) -> Tensor:
     """Zeros with probability `p`, the rest over `1 - p`: `dropout("batch/dp seq model", x, key, 0.1)`.
 
     Element n of the global array is kept where `random.bernoulli(key, 1 - p, global_shape)[n]` is, so the mask is that
@@ -21,8 +21,8 @@ def dropout(pattern: str, x: Tensor, key: Tensor, p: float) -> Tensor:
     Inside `step` rows count in the whole batch, whatever the number of micro-batches: along the dimension that has the
     name of the batch's, or is split over its axes. One mask per key: `random.fold_in(key, layer)`, or `split`.
 
-    x: floating-point, of the pattern's local shape; key: int64 (2,), equal on all ranks; `0 <= p <= 1`. Raises
-    `SpecError`.
+    x: floating-point, of the pattern's local shape; key: int64 (2,), equal on all ranks, or None, which drops nothing
+    (a loss with `key=None` gets one from `step` and none from `evaluate`); `0 <= p <= 1`. Raises `SpecError`.
     """
     here = region()
     spec = check_operand(parse_list(pattern, 1)[0], x, pattern, here.mesh.shape, groups=True)
@@ -30,6 +30,8 @@ def dropout(pattern: str, x: Tensor, key: Tensor, p: float) -> Tensor:
         raise SpecError(f"dropout: p is the probability of a zero, a number from 0 to 1, not {p!r}")
     if not x.is_floating_point():
         raise SpecError(f"dropout scales what it keeps; found {here.describe(x)}")
+    if key is None:
+        return state_sum(spec, x)
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (2,):
         said = here.describe(key) if isinstance(key, Tensor) else repr(key)
         raise SpecError(

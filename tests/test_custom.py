@@ -13,6 +13,7 @@ from torch.func import grad, vjp, vmap
 import ring_attention
 import shardlib as sl
 from shardlib.types import region
+from ulysses import ulysses
 
 F64 = torch.float64
 X, W = torch.arange(24, dtype=F64).view(6, 4).sin(), torch.tensor([0.3, 0.8, -0.4, 0.5], dtype=F64)
@@ -259,10 +260,11 @@ def test_no_forward_mode() -> None:
 # ---- C17: attention over a sequence that is split
 
 
-CUT = "batch heads seq/cp head"
+CUT = "batch/dp heads seq/cp head"
 Q, K, V, G = torch.arange(4 * 2 * 2 * 16 * 3, dtype=F64).view(4, 2, 2, 16, 3).sin() * 2
 POS, DOC = torch.arange(16), torch.repeat_interleave(torch.arange(3), torch.tensor([3, 5, 8]))
 ORDERS = {"in order": POS, "zigzag": torch.tensor([0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])}
+assert torch.equal(ORDERS["zigzag"], ring_attention.zigzag(16, 4))
 
 
 def attended(f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any) -> Any:
@@ -270,32 +272,46 @@ def attended(f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tenso
     return out, *pull(g)
 
 
-def ring(mesh: sl.Mesh, causal: bool, order: Tensor, jitted: bool = False) -> Any:
-    """Result and gradients in the order of positions."""
+def cut_attended(f: Callable[..., Tensor], mesh: sl.Mesh, causal: bool, order: Tensor, jitted: bool = False) -> Any:
+    """Result and gradients, in the order of positions, of tokens that lie over ranks in `order`."""
 
     def body(q: Tensor, k: Tensor, v: Tensor, g: Tensor, pos: Tensor, doc: Tensor) -> Any:
-        return attended(ring_attention.ring, q, k, v, g, pos, doc, causal)
+        return attended(f, q, k, v, g, pos, doc, causal)
 
     with mesh:
         args = *sl.shard([x[:, :, order] for x in (Q, K, V, G)], CUT), *sl.shard((POS[order], DOC[order]), "seq/cp")
-        f = sl.shard_map(body, in_specs=None, out_specs=CUT)
-        return [x[:, :, order.argsort()] for x in sl.gather((sl.jit(f) if jitted else f)(*args))]
+        run = sl.shard_map(body, in_specs=None, out_specs=CUT)
+        return [x[:, :, order.argsort()] for x in sl.gather((sl.jit(run) if jitted else run)(*args))]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize(("cp", "order"), [(2, "in order"), (4, "in order"), (4, "zigzag"), (1, "in order")])
-def test_c17_ring_attention(cp: int, order: str, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("f", "dp", "cp", "order"),
+    [
+        (ring_attention.ring, 1, 2, "in order"),
+        (ring_attention.ring, 2, 2, "zigzag"),
+        (ring_attention.ring, 1, 4, "in order"),
+        (ring_attention.ring, 1, 4, "zigzag"),
+        (ring_attention.ring, 1, 1, "in order"),
+        (ulysses, 1, 2, "in order"),
+        (ulysses, 2, 2, "zigzag"),
+        (ulysses, 1, 1, "in order"),
+    ],
+)
+def test_c17_attention(f: Callable[..., Tensor], dp: int, cp: int, order: str, causal: bool) -> None:
     wanted = attended(ring_attention.plain, Q, K, V, G, POS, DOC, causal)
     masked = (DOC[:, None] == DOC) & ((POS[:, None] >= POS) if causal else True)
     close(wanted[0], F.scaled_dot_product_attention(Q, K, V, attn_mask=masked))
-    mesh = sl.make_mesh(cp=cp, simulate=True)
-    for x, y in zip(ring(mesh, causal, ORDERS[order], jitted=cp == 2), wanted, strict=True):
+    mesh = sl.make_mesh(dp=dp, cp=cp, simulate=True)
+    for x, y in zip(cut_attended(f, mesh, causal, ORDERS[order], jitted=cp == 2), wanted, strict=True):
         close(x, y)
 
 
-def test_c17_on_processes() -> None:
-    for found in on_ranks(2, lambda: ring(sl.make_mesh(cp=2), True, ORDERS["zigzag"])):
-        close(tuple(found), attended(ring_attention.plain, Q, K, V, G, POS, DOC, True))
+@pytest.mark.parametrize("f", [ring_attention.ring, ulysses])
+def test_c17_on_processes(f: Callable[..., Tensor]) -> None:
+    wanted = attended(ring_attention.plain, Q, K, V, G, POS, DOC, True)
+    for found in on_ranks(2, lambda: cut_attended(f, sl.make_mesh(dp=1, cp=2), True, ORDERS["zigzag"])):
+        close(tuple(found), wanted)
 
 
 def test_ring_sends_keys_and_values_again() -> None:
@@ -304,35 +320,26 @@ def test_ring_sends_keys_and_values_again() -> None:
     def body(q: Tensor, k: Tensor, v: Tensor, g: Tensor, pos: Tensor, doc: Tensor) -> Any:
         return attended(ring_attention.ring, q, k, v, g, pos, doc)
 
-    mesh = sl.make_mesh(cp=3, simulate=True)
+    mesh = sl.make_mesh(dp=1, cp=3, simulate=True)
     with mesh:
         args = *sl.shard([x[:, :, :15] for x in (Q, K, V, G)], CUT), *sl.shard((POS[:15], DOC[:15]), "seq/cp")
         f = sl.shard_map(body, in_specs=None, out_specs=CUT)
         assert sl.testing.collectives(f, *args, mesh=mesh) == {"ppermute:cp": 2 * 4 * 2 + 3 * 2}
 
 
-def ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = sl.all_to_all("batch heads seq/cp head -> batch heads/cp seq head", (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return sl.all_to_all("batch heads/cp seq head -> batch heads seq/cp head", out)
-
-
-@pytest.mark.parametrize("cp", [1, 4])
-def test_c17_ulysses(cp: int) -> None:
-    sl.testing.check(
-        ulysses,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        mesh=dict(cp=cp),
-        in_specs=(CUT, CUT, CUT),
-        out_specs=CUT,
-        sizes=dict(heads=4, seq=12, batch=1, head=3),
-        adjoint=False,  # torch's attention on CPUs has no second derivative
-    )
+@pytest.mark.parametrize("cp", [2, 4])
+def test_c17_ulysses_with_heads_that_divide(cp: int) -> None:
+    """4 heads, two or one on each rank. (Torch's attention has no second derivative on CPUs.)"""
+    specs = (CUT, CUT, CUT, "seq/cp", "seq/cp")
+    q = torch.arange(2 * 4 * 16 * 3, dtype=F64).view(2, 4, 16, 3).sin()
+    options: Any = dict(in_specs=specs, out_specs=CUT, args=(q, q.cos(), q.flip(0), POS, DOC), adjoint=False)
+    sl.testing.check(ulysses, ring_attention.plain, mesh=dict(dp=2, cp=cp), **options)
 
 
 def test_c17_ulysses_with_heads_that_do_not_divide() -> None:
-    x = torch.zeros(1, 6, 8, 3)
-    with sl.make_mesh(cp=4, simulate=True), pytest.raises(sl.SpecError) as e:
-        sl.shard_map(ulysses, in_specs=(CUT,) * 3, out_specs=CUT)(*sl.shard((x, x, x), CUT))
+    x = torch.zeros(1, 6, 16, 3)
+    with sl.make_mesh(dp=1, cp=4, simulate=True), pytest.raises(sl.SpecError) as e:
+        f = sl.shard_map(ulysses, in_specs=None, out_specs=CUT)
+        f(*sl.shard((x, x, x), CUT), *sl.shard((POS, DOC), "seq/cp"))
     assert "`heads` is 6 here, which does not divide by 4, the size of cp" in str(e.value)
-    assert "batch heads seq/cp head -> batch heads/cp seq head" in str(e.value)
+    assert "batch/dp heads seq/cp head -> batch/dp heads/cp seq head" in str(e.value)

@@ -94,6 +94,21 @@ def test_a_pending_sum_stays_one() -> None:
     assert torch.equal(found, 2 * x.sum(0) * kept((4, 4)))
 
 
+def test_without_a_key_nothing_is_dropped() -> None:
+    """A loss with `key=None` gets a key from `step`, none from `evaluate`, which may be given one."""
+
+    def loss(w: Tensor, x: Tensor, key: Tensor | None = None) -> sl.Mean:
+        return sl.Mean.of("b/dp m", w * sl.dropout("b/dp m", x, key, 0.5))
+
+    x, w = torch.arange(1.0, 25, dtype=F64).view(4, 6), torch.ones((), dtype=F64)
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        step, valid, batch = sl.step(loss, sl.optim.sgd(0.0)), sl.evaluate(loss), sl.shard(x, "b/dp m")
+        state, metrics = step(step.init(sl.shard(w, ""), key=KEY), batch)
+        assert valid(state.params, batch)[0].value == x.mean()
+        assert valid(state.params, batch, key=KEY)[0].value == (2 * x * kept((4, 6))).mean() != x.mean()
+    assert metrics["loss"] == (2 * x * kept((4, 6), key=sl.random.fold_in(KEY, 0))).mean()
+
+
 # ---- inside step
 
 
@@ -193,7 +208,6 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
         lambda x, k: sl.dropout("b/dp m", x, sl.random.split(k), 0.1),
         r"takes one key, int64 of shape \(2,\), .* found i64\[2, 2\]",
     ),
-    "no key": (lambda x, k: sl.dropout("b/dp m", x, None, 0.1), "takes one key.*found None"),  # type: ignore[arg-type]
     "a key of its own on every rank": (
         lambda x, k: sl.dropout("b/dp m", x, sl.random.fold_in(k, sl.axis_index("dp")), 0.1),
         "dropout: the value is i64.*varying over dp.*masks differ by global index",

@@ -1,6 +1,4 @@
-"""Mixtures of experts as users write them: experts over ep, which is folded into dp. C10, C11, C28."""
-
-from typing import Any
+"""The mixture of experts of the examples: experts over ep, which is folded into dp. C10, C11, C28."""
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
+from moe import MoE, loss, route
 
 F64, E, M, H, ROWS, SEQ = torch.float64, 4, 6, 10, 8, 3
 R = torch.Generator().manual_seed(4)
@@ -15,53 +14,6 @@ R = torch.Generator().manual_seed(4)
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=R, dtype=F64)
-
-
-@sl.pytree
-class MoE:
-    router: Tensor = sl.spec("model experts")
-    w_in: Tensor = sl.spec("experts/ep model/edp hidden/tp")
-    w_out: Tensor = sl.spec("experts/ep hidden/tp model/edp")
-
-
-def route(p: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Top 2 of `p` (tokens, experts): gates, one-hot choices, their slots, which fit; what a rank does by itself."""
-    gate, expert = p.topk(2)
-    e = expert.T.reshape(-1)  # first choices queue before second choices
-    hot = F.one_hot(e, p.shape[-1])
-    at = (hot.cumsum(0) * hot).sum(-1) - 1
-    keep = at < capacity
-    slot = torch.where(keep, e * capacity + at, p.shape[-1] * capacity)  # last row: dropped
-    weight = keep * (gate / gate.sum(-1, keepdim=True)).T.reshape(-1)
-    return weight[:, None], hot, slot, keep, e
-
-
-def moe(w: MoE, x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`"tokens/dp model"` -> the same, the load-balance term, and the share of choices dropped."""
-    p = sl.einsum("tokens/dp model, model experts -> tokens/dp experts", x, sl.gather(w.router, "dp")).softmax(-1)
-    weight, hot, slot, keep, _ = route(p, capacity)
-    send = x.new_zeros(p.shape[-1] * capacity + 1, x.shape[-1]).index_add(0, slot, x.repeat(2, 1))[:-1]
-    send = send.unflatten(0, (-1, capacity))
-    got = sl.all_to_all("experts slots/edp/ep model -> experts/ep slots/edp model", send)
-    w_in, w_out = sl.gather((w.w_in, w.w_out), "edp")
-    h = F.gelu(
-        sl.einsum("experts/ep slots/edp model, experts/ep model hidden/tp -> experts/ep slots/edp hidden/tp", got, w_in)
-    )
-    out = sl.einsum(
-        "experts/ep slots/edp hidden/tp, experts/ep hidden/tp model -> experts/ep slots/edp model +tp", h, w_out
-    )
-    back = sl.all_to_all("experts/ep slots/edp model +tp -> experts slots/edp/ep model +tp", out).flatten(0, 1)
-    y = back[slot.clamp(max=len(back) - 1)] * weight
-    y = sl.psum("tokens/dp model +tp -> tokens/dp model", y.unflatten(0, (2, -1)).sum(0))
-    f, q = sl.pmean((hot.double().mean(0), p.mean(0)), "dp")
-    return y, p.shape[-1] * (f * q).sum(), sl.pmean(1 - keep.double().mean(), "dp")
-
-
-def loss(w: MoE, b: dict[str, Tensor]) -> Any:
-    x = b["x"].flatten(0, 1)
-    y, aux, dropped = moe(w, x, capacity=len(x) // 2)
-    nll = sl.Mean.of("batch/dp seq", ((x + y).view_as(b["x"]) - b["y"]).square().sum(-1), b["weight"])
-    return nll + 0.01 * sl.Mean(aux, 1.0), sl.Aux(metrics={"aux": aux, "dropped": dropped})
 
 
 def plain(w: dict[str, Tensor], b: dict[str, Tensor], ranks: int, pieces: int) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,56 @@ def test_softmax_over_a_split_vocabulary() -> None:
     torch.testing.assert_close(found, c - x.softmax(-1) * c.sum(), rtol=1e-12, atol=1e-12)
 
 
+def log_softmax(x: Tensor) -> Tensor:
+    """As a user writes it over a vocabulary that is split."""
+    x = x - sl.pmax(x.detach().amax(-1, keepdim=True), "tp")
+    return x - sl.psum(x.exp().sum(-1, keepdim=True), "tp").log()
+
+
+def over_split(kind: str, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    """A loss for each token of logits `"t/dp v/tp"`, the targets being the distribution of `y`, or `ids`."""
+    if kind == "token_loss":
+        return sl.token_loss("t/dp v/tp, t/dp", x, ids, per_token=True)
+    at = sl.iota("v/tp", x.shape[-1])
+    if kind == "z-loss":
+        peak = sl.pmax(x.detach().amax(-1), "tp")
+        return (sl.psum((x - peak[:, None]).exp().sum(-1), "tp").log() + peak) ** 2
+    weight = {
+        "dot": at.to(x.dtype),
+        "KL": log_softmax(y).exp(),
+        "smooth": 0.9 * (ids[:, None] == at).to(x.dtype) + 0.1 / (x.shape[-1] * sl.axis_size("tp")),
+    }[kind]
+    entropy = (weight * log_softmax(y)).sum(-1) if kind == "KL" else 0
+    return -sl.psum((weight * log_softmax(x)).sum(-1) - entropy, "tp")
+
+
+def in_one(kind: str, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    return {
+        "token_loss": lambda: F.cross_entropy(x, ids, reduction="none"),
+        "z-loss": lambda: x.logsumexp(-1) ** 2,
+        "dot": lambda: -(torch.arange(8) * x.log_softmax(-1)).sum(-1),
+        "KL": lambda: F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True).sum(-1),
+        "smooth": lambda: F.cross_entropy(x, ids, reduction="none", label_smoothing=0.1),
+    }[kind]()
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kind", ["token_loss", "dot", "KL", "smooth", "z-loss"])
+def test_c16_losses_over_a_split_vocabulary(kind: str, dtype: torch.dtype, bound: float) -> None:
+    """C16: ours and users' own, the mean over tokens that dp splits, and the gradient of the logits (and of `y`)."""
+    x, y, ids = (5 * draw(6, 8)).to(dtype), draw(6, 8).to(dtype), torch.tensor([0, 3, 7, 7, 2, 5])
+
+    def body(x: Tensor, y: Tensor, ids: Tensor) -> Any:
+        return sl.value_and_grad(lambda x, y: sl.Mean.of("t/dp", over_split(kind, x, y, ids)), (0, 1))(x, y)
+
+    wanted = torch.func.grad_and_value(lambda x, y: in_one(kind, x, y, ids).mean(), (0, 1))(x.double(), y.double())
+    with sl.make_mesh(dp=2, tp=4, simulate=True):
+        f = sl.shard_map(body, in_specs=None, out_specs=("", ("t/dp v/tp", "t/dp v/tp")))
+        value, grads = sl.gather(f(*sl.shard((x, y), "t/dp v/tp"), sl.shard(ids, "t/dp")))
+    for found, want in zip((*grads, value), (*wanted[0], wanted[1]), strict=True):
+        assert found.dtype == dtype and (found.double() - want).abs().max() <= bound * max(1, want.abs().max())
+
+
 def test_16_bit_logits_are_computed_in_float32() -> None:
     def body(x: Tensor) -> Tensor:
         return sl.token_loss("t v/tp, t", x, torch.tensor([1, -1, 7]), per_token=True)

@@ -1,0 +1,96 @@
+"""The examples: each runs, and each does on a mesh what it does on one rank."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import hybrid_sharding
+import lora
+import shardlib as sl
+import tied_gpt
+from matmul_25d import matmul_25d, test_matmul_25d, test_summa, test_traffic  # noqa: F401  # as a user's repository has them
+from shardlib import tree
+
+F64 = torch.float64
+SAYS = dict(
+    ring_attention="dv: largest difference to one process",
+    ulysses="largest difference to one process",
+    matmul_25d="equal to one process: True",
+    hybrid_sharding="HSDP    221,184 bytes over gpu, 6,144 bytes over node",
+    lora="1.weight_ema.lora.*.b",
+    moe="step 20: loss",
+)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_it_runs_as_a_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module(name).main()
+    assert SAYS[name] in capsys.readouterr().out
+
+
+# ---- a GPT with tied ends
+
+
+def test_tied_gpt_is_what_it_is_on_one_rank() -> None:
+    """With dropout and rematerialization, in 8 micro-batches."""
+    layout = sl.zero(sl.specs(tied_gpt.GPT), axis="dp", stage=1)
+    mesh, sizes = sl.make_mesh(dp=2, tp=2, simulate=True), tied_gpt.gpt.sizes(vocab=32, layers=2, model=8, heads=2)
+    with mesh:
+        params = sl.init(tied_gpt.GPT, sizes=sizes, key=sl.random.key(0), dtype=F64)
+    sl.testing.check_loss(tied_gpt.loss, params, tied_gpt.data(3, 16), mesh=mesh, layout=layout, accumulate=8)
+
+
+def test_tied_gpt_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """2 steps, and 1 + save + restore + 1 with the same masks: bitwise."""
+    mesh = sl.make_mesh(dp=2, tp=1, simulate=True)
+    whole = tied_gpt.train(tmp_path, mesh, 2, save_every=1).value
+    shutil.rmtree(tmp_path / "step-00000002")  # as if it had stopped before
+    again = tied_gpt.train(tmp_path, mesh, 2, save_every=1).value
+    assert torch.equal(again, whole) and torch.isfinite(whole) and (tmp_path / "step-00000002").exists()
+
+
+# ---- layouts for nodes of GPUs
+
+
+@pytest.mark.parametrize("name", hybrid_sharding.LAYOUTS)
+def test_hybrid_layouts_are_what_they_are_on_one_rank(name: str) -> None:
+    mesh, sizes = sl.make_mesh(dp=dict(node=2, gpu=2), simulate=True), dict(layers=2, model=8, hidden=5)
+    x, y = torch.arange(2 * 8 * 8, dtype=F64).sin().view(2, 8, 8)
+    with mesh:
+        params = sl.init(hybrid_sharding.Net, sizes=sizes, key=sl.random.key(0), dtype=F64)
+    batch = hybrid_sharding.Batch(x=x, y=y)
+    layout = hybrid_sharding.LAYOUTS[name]
+    sl.testing.check_loss(hybrid_sharding.loss, params, batch, mesh=mesh, layout=layout, accumulate=2)
+
+
+# ---- a part that is trained
+
+
+def tuned(mesh: sl.Mesh, steps: int = 3) -> dict[str, Tensor]:
+    """The parameters, averages and losses of some steps in float64."""
+    numbers = torch.arange(8)
+    with mesh:
+        params = sl.init(lora.Tuned, sizes=lora.SIZES, key=sl.random.key(0), dtype=F64)
+        start, state = sl.gather(params.base), lora.step.init(params)
+        batch, losses = sl.shard(lora.Batch(tokens=numbers, targets=(numbers * 5 + 3) % 16)), []
+        for _ in range(steps):
+            state, metrics = lora.step(state, batch)
+            losses.append(metrics["loss"])
+        mean = sl.optim.get(state, "weight_ema")
+        found = {"params": sl.gather(state.params), "mean": sl.gather(mean), "loss": lora.valid(mean, batch)[0].value}
+    for a, b in zip(tree.leaves(start), tree.leaves(found["params"].base), strict=True):
+        assert torch.equal(a, b), "what is not trained stays bitwise as it is"
+    assert not any("base" in path for path in tree.paths(state.opt)), "nor has it state of the optimizer"
+    found["losses"] = torch.stack(losses)
+    return dict(zip(tree.paths(found), tree.leaves(found), strict=True))
+
+
+def test_lora_is_what_it_is_on_one_rank() -> None:
+    found, wanted = (tuned(sl.make_mesh(dp=dp, tp=tp, simulate=True)) for dp, tp in ((2, 2), (1, 1)))
+    assert wanted["losses"][0] > wanted["losses"][-1] and found.keys() == wanted.keys()
+    for path, x in wanted.items():
+        assert (found[path] - x).abs().max() <= 1e-8 * max(1, x.abs().max()), path
