@@ -32,9 +32,10 @@ def matmul_25d(a: Tensor, b: Tensor) -> Tensor:
 
 def summa(a: Tensor, b: Tensor) -> Tensor:
     """The same on a square of ranks: block by block of k, a column of `a` and a row of `b` go to all (van de Geijn)."""
-    return sum(
-        sl.pbroadcast(a, "col", source=i) @ sl.pbroadcast(b, "row", source=i) for i in range(sl.axis_size("row"))
-    )
+    y = torch.zeros(())
+    for i in range(sl.axis_size("row")):
+        y = y + sl.pbroadcast(a, "col", source=i) @ sl.pbroadcast(b, "row", source=i)
+    return y
 
 
 IN, OUT = ("m/row k/col", "k/row n/col"), "m/row n/col"

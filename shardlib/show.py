@@ -43,8 +43,7 @@ def show(x: Any, params: Any = None, *, axes: Axes | None = None) -> None:
     else:
         title, table = "", _tree(x)
     console = Console()
-    wide = None if console.is_terminal or console.is_jupyter else 1000  # where nothing says how wide a line may be
-    console = console if wide is None else Console(width=wide)
+    console = console if console.is_terminal else Console(width=1000)  # a notebook scrolls, a file has no width
     if title:
         console.print(title, markup=False, highlight=False)
     console.print(table)

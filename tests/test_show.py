@@ -1,6 +1,9 @@
 """Tables of arrays, trees and layouts."""
 
 import dataclasses
+import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,6 +93,29 @@ def test_bytes_are_those_of_the_traced_program(src, dst):
         x = sl.shard_map(body, in_specs=None, out_specs=src)(x)
         found = [(c.axis, c.bytes) for c in sl.jit(lambda x: sl.reshard(x, dst)).lower(x).collectives()]
     assert found == [(",".join(move.axes), n) for move, n in sent(start, goal, (8, 6), 4, m) if n]
+
+
+def test_a_notebook_gets_html_in_colour_that_is_not_cut(monkeypatch):
+    shown = []
+    display: Any = ModuleType("IPython.display")
+    display.display = shown.append
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+
+    def html(*args: Any) -> str:
+        shown.clear()
+        sl.show(*args)
+        return "".join(x._repr_mimebundle_([], [])["text/html"] for x in shown)
+
+    w = sl.shard(torch.arange(64.0).view(8, 8), "m/dp n/tp", mesh(dp=2, tp=4))
+    said = html(w)
+    assert "f32[8, 8] `m/dp n/tp` on dp=2,tp=4" in said
+    colours = re.findall(r'<span style="color: (#\w+)[^>]*>rank (\d)</span>', said)
+    assert [int(r) for _, r in colours] == list(range(8)) and len({c for c, _ in colours}) == 8
+    wide = html(sl.zero({"w": "m/dp n/tp"}, stage=2), {"w": w})
+    assert "psum_scatter dp 32 B" in wide and "all_gather dp 32 B" in wide and "…" not in wide
+    assert "m/dp n/tp │ f32[8, 8] │ [4, 2] │ 256 B │ 32 B" in html({"a_longer_name": {"w": w}})
 
 
 def test_refusals():
