@@ -49,6 +49,13 @@ def test_code_of_pages_runs(page: Path) -> None:
                 f(**options)
 
 
+def test_errors_say_what_the_page_says() -> None:
+    """Each message in docs/errors.md, in order, is what the code before it raises."""
+    page = ROOT / "docs" / "errors.md"
+    said = [block.rstrip("\n") for block in blocks(page, "")]
+    assert run(page)["messages"] == said and len(said) >= 25
+
+
 def test_readme_error_is_what_it_says() -> None:
     code = blocks(README, "python")[0].replace('    y = sl.psum("batch/dp model +tp -> batch/dp model", y)\n', "")
     with pytest.raises(sl.SpecError) as error:
@@ -63,6 +70,26 @@ def test_readme_shows_the_two_commands() -> None:
 
 def test_the_step_is_printed_as_it_is() -> None:
     assert inspect.getsource(sl.step) in (ROOT / "docs" / "step.md").read_text()
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", README.read_text()))
+    assert linked == {f"docs/{page.name}" for page in PAGES}
+
+
+def public(module: Any) -> set[str]:
+    """The functions and classes of the library that a package exports."""
+    named = vars(module).items()
+    return {n for n, x in named if n[0] != "_" and getattr(x, "__module__", "").startswith("shardlib")}
+
+
+def test_every_public_name_is_in_the_docs() -> None:
+    """In the text or the code of a page or the README, as `sl.name`, `sl.optim.name`, or in backquotes."""
+    text = "\n".join(page.read_text() for page in (README, *PAGES))
+    names = public(sl) | public(sl.optim) | public(sl.testing) | public(sl.random)
+    assert {"psum", "jit", "adamw", "check_loss", "Mean"} <= names
+    missing = [n for n in sorted(names) if not re.search(rf"(`|sl\.|optim\.|testing\.){n}\b", text)]
+    assert not missing, f"no page says what these are: {missing}"
 
 
 def test_the_package_says_what_it_has() -> None:
