@@ -11,7 +11,8 @@ from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.autodiff import GradFn, aux_tree
 from shardlib.errors import SpecError, listing
-from shardlib.graph.trace import Meta, sliced, typed, used_placeholders
+from shardlib.graph.nodes import sliced, used_placeholders
+from shardlib.graph.trace import Meta, typed
 from shardlib.mesh import Mesh
 from shardlib.parts import Part
 from shardlib.spec import Dim

@@ -20,6 +20,7 @@ from shardlib.errors import SpecError
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
+from shardlib.phases import phase
 from shardlib.sharding import settle
 from shardlib.types import Leaf, Region, inside, padding_allowed, paused, region
 
@@ -150,7 +151,8 @@ class GradFn:
             return tuple(t.total for t in mean.terms), tuple(beside)
 
         with here.names(tree.leaves(args)):  # remat runs the loss again in `pull`
-            out, pull, beside = torch.func.vjp(totals, *flat, has_aux=True)  # type: ignore[misc]
+            with phase("forward"):
+                out, pull, beside = torch.func.vjp(totals, *flat, has_aux=True)  # type: ignore[misc]
             weights, aux = tree.unflatten(kept[1], beside)
             terms = tuple(replace(t, total=x, weight=w) for t, x, w in zip(kept[0].terms, out, weights, strict=True))
             mean, aux = Mean._of_terms(terms), aux_of(aux)
@@ -161,7 +163,9 @@ class GradFn:
             cotangents = tuple(
                 c._pvary(s.to(t.dtype), here.axes_of(here.type_of(t), "P")) for s, t in zip(seeds_, out, strict=True)
             )
-            grads = [_dual(here, x, g, p) for x, g, p in zip(flat, pull(cotangents), names, strict=True)]
+            with phase("backward"):
+                pulled = pull(cotangents)
+            grads = [_dual(here, x, g, p) for x, g, p in zip(flat, pulled, names, strict=True)]
         result = tree.unflatten(treedef, grads)
         result = result if many else result[0]
         if seeds is not None:
@@ -284,7 +288,8 @@ def _pull(
         full = list(primals)
         for i, x in zip(at, floats, strict=True):
             full[i] = x
-        out = f(*full)
+        with phase("remat"):
+            out = f(*full)
         return tuple(out[i] for i in outputs)
 
     return torch.func.vjp(of_floats, *(primals[i] for i in at))[1](tuple(xs[:n]))

@@ -13,11 +13,13 @@ from torch.fx import GraphModule
 from shardlib import tree
 from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
-from shardlib.graph.program import BACKENDS, Collective, Run, collectives, graphs, runner
+from shardlib.graph.gloo import for_gloo
+from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import once, places
+from shardlib.passes import Pass, applied, default
 from shardlib.shard_map import tracing
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
@@ -61,7 +63,9 @@ class Lowered:
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
-            self._run = runner(self.module, self.backend)
+            gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
+            module = applied([for_gloo], copied(self.module)) if gloo else self.module
+            self._run = runner(module, self.backend)
         return self
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
@@ -94,9 +98,16 @@ class Jitted:
     """What `jit` returns. `traces`: the programs made so far; other attributes are those of the function."""
 
     def __init__(
-        self, f: Callable[..., Any], donate: tuple[int, ...], static: tuple[int, ...], backend: str, max_traces: int
+        self,
+        f: Callable[..., Any],
+        donate: tuple[int, ...],
+        static: tuple[int, ...],
+        backend: str,
+        passes: tuple[Pass, ...],
+        max_traces: int,
     ) -> None:
-        self.f, self.donate, self.static, self.backend, self.max_traces = f, donate, static, backend, max_traces
+        self.f, self.donate, self.static, self.max_traces = f, donate, static, max_traces
+        self.backend, self.passes = backend, passes
         self.__name__ = getattr(f, "__name__", "jit")
         self._programs: dict[Any, Lowered] = {}
 
@@ -215,6 +226,7 @@ class Jitted:
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
         for node, x in zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors, strict=True):
             node.meta["path"] = where[id(x)]
+        module = applied(self.passes, module)
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
 
 
@@ -294,6 +306,7 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     backend: str = "graph",
+    passes: Sequence[Pass] = default,
     max_traces: int = 8,
 ) -> Any:
     """Trace `f(*arrays)` into a program of graphs, once for each signature, and run that.
@@ -313,4 +326,4 @@ def jit(
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    return Jitted(f, donate, static, backend, max_traces)
+    return Jitted(f, donate, static, backend, tuple(passes), max_traces)

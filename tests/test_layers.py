@@ -15,7 +15,7 @@ LAYERS = [
     ["spec"],  # the grammar; pure strings
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
-    ["random", "saves", "chunks"],  # know nothing of shardlib's types
+    ["random", "saves", "chunks", "phases"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
@@ -29,7 +29,9 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.trace", "graph.program"],
+    ["graph.nodes", "graph.trace"],
+    ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.gloo", "passes"],
+    ["graph.program"],
     ["jit"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people

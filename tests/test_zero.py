@@ -145,7 +145,7 @@ def started(
     g = torch.Generator().manual_seed(0)
     params = tree.map_(lambda spec: torch.randn([SIZE] * len(spec.split()), generator=g, dtype=F64), MODEL)
     layout = sl.zero(MODEL, stage=stage, reduce=reduce)
-    step = sl.jit(sl.step(f, optimizer or sl.optim.sgd(0.1), layout=layout, accumulate=count))
+    step = sl.jit(sl.step(f, optimizer or sl.optim.sgd(0.1), layout=layout, accumulate=count), passes=[])
     return step, step.init(sl.shard(params, MODEL)), sl.shard(torch.arange(8 * count) % SIZE, "batch/dp")
 
 
@@ -211,7 +211,7 @@ def hybrid(layout: sl.Layout, count: int = 1) -> Counter[tuple[str, str]]:
     with mesh(dp=dict(node=2, gpu=4)):
         g = torch.Generator().manual_seed(0)
         params = tree.map_(lambda spec: torch.randn([2 * SIZE] * len(spec.split()), generator=g, dtype=F64), MODEL)
-        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count))
+        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=count), passes=[])
         state = step.init(sl.shard(params, "..."))
         batch = sl.shard(torch.arange(8 * count) % SIZE, "batch/dp")
         for c in step.lower(state, batch).collectives():

@@ -1,7 +1,8 @@
 """Programs: a graph and the graphs it calls; how they run, and what they send."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,11 @@ from torch.fx.graph import CodeGen
 from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
+from shardlib.graph.buckets import PACK
+from shardlib.graph.nodes import STARTS, group, size_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "inductor")
-_OPS = {
-    "_c10d_functional::all_reduce": "psum",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "psum_scatter",
-    "_c10d_functional::all_to_all_single": "all_to_all",
-    "_c10d_functional::broadcast": "pbroadcast",
-    "shardlib::permute": "ppermute",
-}
 
 
 @dataclass(frozen=True)
@@ -44,21 +39,26 @@ class Collective:
         return math.prod(self.shape) == 1
 
 
-def collectives(module: GraphModule, graph: str = "step", times: int = 1) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+def collectives(
+    module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
+) -> list[Collective]:
+    """Every collective of a program in order; one in a called graph counts as often as it is called.
+
+    `paths`: of the graph's inputs, where they are not known by themselves.
+    """
     out: list[Collective] = []
-    called: dict[str, int] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            called[node.target] = called.get(node.target, 0) + 1
-    done: set[str] = set()
+    known = {n: n.meta["path"] for n in module.graph.nodes if "path" in n.meta} | dict(paths or {})
+    called = Counter(n.target for n in module.graph.nodes if n.op == "call_module")
+    done: set[Any] = set()
     for node in module.graph.nodes:
         if node.op == "call_module" and node.target not in done:
             done.add(node.target)
-            out += collectives(module.get_submodule(node.target), node.target, times * called[node.target])  # type: ignore[arg-type]
-        name = _OPS.get(node.target._schema.name) if hasattr(node.target, "_schema") else None
-        if name is not None:
-            out.append(_collective(node, name, graph, times))
+            child: Any = module.get_submodule(node.target)
+            inputs = zip((n for n in child.graph.nodes if n.op == "placeholder"), node.args, strict=True)
+            below = {n: path for n, arg in inputs if (path := _origin(arg, known))}
+            out += collectives(child, node.target, times * called[node.target], below)
+        if node.target in STARTS:
+            out.append(_collective(node, graph, times, known))
     return out
 
 
@@ -69,27 +69,27 @@ def bytes_sent(op: str, size: int, n: int) -> int:
     return {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
 
 
-def _collective(node: Node, op: str, graph: str, times: int) -> Collective:
-    mesh, axes = next(a for a in reversed(node.args) if isinstance(a, str) and "/" in a).split("/")
-    sizes = dict(pair.split("=") for pair in mesh.split(","))
-    n = math.prod(int(sizes[a]) for a in axes.split(","))
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
-    size = x.numel() * x.dtype.itemsize
+def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -> Collective:
+    op, (name, n) = STARTS[node.target], group(node)
+    size = size_of(node.args[0])
     sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
-    return Collective(_origin(node) or node.name, op, axes, tuple(x.shape), x.dtype, sent, graph, times)
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    said = _origin(node.args[0], paths) or node.name
+    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times)
 
 
-def _origin(node: Node) -> str | None:
-    """The input that a collective moves, seen through views, casts and padding."""
-    x = node.args[0]
-    while isinstance(x, Node) and x.op != "placeholder":
-        inputs = x.all_input_nodes
-        if len(inputs) != 1:
+def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
+    """The inputs that a value comes from, seen through views, casts, padding and packing."""
+    while isinstance(x, Node) and x not in paths:
+        if x.target is PACK:
+            found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
+            return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        if len(x.all_input_nodes) != 1:
             return None
-        x = inputs[0]
-    return x.meta.get("path") if isinstance(x, Node) else None
+        x = x.all_input_nodes[0]
+    return paths.get(x) if isinstance(x, Node) else None
 
 
 # ---- running
@@ -180,6 +180,17 @@ def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
     for inner, outer in zip((n for n in child.graph.nodes if n.op == "placeholder"), call.args, strict=True):
         if "val" not in inner.meta and isinstance(outer, Node):
             inner.meta["val"] = outer.meta["val"]
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """A program of its own: nodes and the graphs that are called are copies."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    out = GraphModule(module, graph)
+    for name, child in module.named_children():
+        if isinstance(child, GraphModule):
+            setattr(out, name, copied(child))
+    return out
 
 
 def graphs(module: GraphModule, name: str = "step") -> Iterator[tuple[str, GraphModule]]:

@@ -5,7 +5,6 @@ A graph is the same on all ranks: groups are names, the rank enters as a value.
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -24,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
-from shardlib.flow import UNDECLARED
+from shardlib.graph.nodes import clean
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -164,101 +163,3 @@ def _emit(mode: Any, here: Region, target: str, args: list[Tensor], results: lis
             fakes = [m.empty() for m in results]
         track_tensor_tree(fakes, out, constant=None, tracer=mode.tracer)
     return [m.label(here, x) for m, x in zip(results, fakes, strict=True)]
-
-
-# ---- cleaning
-
-_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_VIEWS = {
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.view_copy.default,
-}
-
-
-def _schema(node: Node) -> Any:
-    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
-
-
-def _nodes(arg: Any) -> list[Node]:
-    """The nodes among one argument: itself, or those of a list."""
-    return [a for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, Node)]
-
-
-def _aliased(node: Node, written: bool = False) -> list[Node]:
-    """The arguments that a call's result may share memory with, or with `written` those that it writes into."""
-    if node.target is operator.getitem:
-        return [] if written else _nodes(node.args[0])
-    schema = _schema(node)
-    if schema is None:
-        return []
-    name = schema.name.split("::")[1]
-    if name in UNDECLARED:
-        return [a for arg in node.args[3:5] for a in _nodes(arg)] if written and node.args[5] else []
-    if not written and "unsafe" in name:
-        return _nodes(node.args[0])
-    given = [*zip(schema.arguments, node.args, strict=False)]
-    given += [(a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs]
-    said = [(a.alias_info, arg) for a, arg in given if a.alias_info is not None]
-    return [n for info, arg in said if info.is_write or not written for n in _nodes(arg)]
-
-
-def clean(module: GraphModule) -> GraphModule:
-    """Without aliases and views that change nothing, and without dead nodes, collectives included (FX keeps those:
-    `wait_tensor` counts as impure there)."""
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-            same = node.target in _ALIASES
-            if node.target in _VIEWS:
-                a, b = node.args[0].meta.get("val"), node.meta.get("val")
-                same = (
-                    isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
-                )
-            if same:
-                node.replace_all_uses_with(node.args[0])
-    return dead_code(module)
-
-
-def _roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
-    """For every node, the nodes whose storage it may share: itself, or what it is a view of."""
-    roots: dict[Node, set[Node]] = {}
-    for node in graph.nodes:
-        roots[node] = {r for a in _aliased(node) for r in roots[a]} or {node}
-    return roots
-
-
-def dead_code(module: GraphModule) -> GraphModule:
-    """Remove every node that no output needs. A write in place is needed where its storage is."""
-    graph = module.graph
-    roots = _roots(graph)
-    writes = [(n, {r for a in into for r in roots[a]}) for n in graph.nodes if (into := _aliased(n, written=True))]
-    needed: set[Node] = set()
-    stack = [n for n in graph.nodes if n.op in ("output", "placeholder")]
-    while stack:
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        live = {r for n in needed for r in roots[n]}
-        stack = [n for n, into in writes if n not in needed and into & live]
-    for node in reversed(list(graph.nodes)):
-        if node not in needed:
-            graph.erase_node(node)
-    module.recompile()
-    return module
-
-
-def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
-    """The graph of some of the outputs."""
-    made = GraphModule(module, torch.fx.Graph())
-    values: dict[Node, Node] = {}
-    results = made.graph.graph_copy(module.graph, values)
-    made.graph.output([results[i] for i in outputs])  # type: ignore[index]
-    return dead_code(made)
-
-
-def used_placeholders(module: GraphModule) -> list[bool]:
-    """Which inputs a graph reads."""
-    return [bool(n.users) for n in module.graph.nodes if n.op == "placeholder"]

@@ -70,18 +70,20 @@ def _of_one_step(
 def collectives(
     f: Callable[..., Any], *args: Any, mesh: Mesh | Mapping[str, Any], scalars: bool = False
 ) -> dict[str, int]:
-    """How often `f(*args)` calls each collective over each axis: `{"psum_scatter:dp": 6}`. Nothing runs.
+    """How often `f(*args)` calls each collective over each axis, as written: `{"psum_scatter:dp": 6}`. Nothing runs.
+
+    Passes (`jit`), which merge collectives and gather again, are left out.
 
     `f`: a step or another function on arrays, jitted or plain. `args`: trees of arrays of any mesh (abstract ones too),
     or `@pytree` objects of plain tensors; they are taken as lying on `mesh`. A collective in a graph that is called n
     times counts n times. Those of single numbers (norms, loss, weights) count with `scalars=True`.
     """
     m = as_mesh(mesh)
-    traced = jit(f.f, static_argnums=f.static) if isinstance(f, Jitted) else jit(f)  # no trace is left in theirs
+    written = jit(f.f, static_argnums=f.static, passes=[]) if isinstance(f, Jitted) else jit(f, passes=[])
     with m:
         lying = abstract(lambda: tuple(_moved(x, f"argument {i}", m, _empty) for i, x in enumerate(args)))
         found: Counter[str] = Counter()
-        for each in traced.lower(*lying).collectives():
+        for each in written.lower(*lying).collectives():
             found[f"{each.op}:{each.axis}"] += each.times * (scalars or not each.scalar)
     return {name: n for name, n in found.items() if n}
 

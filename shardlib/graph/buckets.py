@@ -1,0 +1,166 @@
+"""`bucket`: many small collectives become few large ones."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardlib.graph.nodes import STARTS, WAIT, arranged, at_rest, dead_code, emit, group, positions, size_of, written
+
+aten = torch.ops.aten
+_lib = torch.library.Library("shardlib", "FRAGMENT")
+_lib.define("pack(Tensor[] xs, int n) -> Tensor")
+_lib.define("unpack(Tensor flat, int n, int[][] shapes, int[][] orders) -> Tensor[]")
+
+
+def _pack(xs: Sequence[Tensor], n: int) -> Tensor:
+    """Tensors of leading dim `n` (of any shape where it is 1) side by side: row i holds the rows i of all."""
+    sizes = [x.numel() // n for x in xs]
+    flat = xs[0].new_empty(n, sum(sizes))
+    for x, piece in zip(xs, flat.split(sizes, 1), strict=True):
+        piece.view(x.shape if n > 1 else (1, *x.shape)).copy_(x)
+    return flat.view(-1)
+
+
+def _unpack(flat: Tensor, n: int, shapes: Sequence[Sequence[int]], orders: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The inverse: the columns of each tensor, of shape `(n, *shape)`, its dims in another order, copied."""
+    sizes = [torch.Size(s).numel() for s in shapes]
+    pieces = flat.view(n, -1).split(sizes, 1)
+    parts = [p.view(n, *s).permute(*o) for p, s, o in zip(pieces, shapes, orders, strict=True)]
+    return [p.clone(memory_format=torch.contiguous_format) for p in parts]
+
+
+_lib.impl("pack", _pack, "CompositeExplicitAutograd")
+_lib.impl("unpack", _unpack, "CompositeExplicitAutograd")
+PACK, UNPACK = torch.ops.shardlib.pack.default, torch.ops.shardlib.unpack.default
+
+
+@dataclass
+class _Bucket:
+    """Collectives made at once: where the first of them was, if `early`, else where the last was."""
+
+    early: bool
+    starts: list[Node] = field(default_factory=list)
+    bytes: int = 0
+    deadline: int = sys.maxsize  # the position of the first use of any result
+
+
+def bucket(module: GraphModule, limit: int = 16 << 20) -> GraphModule:
+    """Merge gathers, scatters and sums of one group and dtype, up to `limit` bytes of what is whole.
+
+        a = all_gather(v); b = all_gather(w)      ->      a, b = unpack(all_gather(pack(v, w)))
+
+    A collective waits for the bucket's last operand, never beyond the first use of a result; gathers of parameters wait
+    for none. What belongs to different passes (forward, backward, one `remat`) stays apart. Copies in and out take one
+    pass each, in which dimensions change places as the collective needs them; sums and scatters need none out. Sums
+    differ by rounding at most.
+    """
+    graph, pinned, order = module.graph, written(module.graph), positions(module.graph)
+    filling: dict[Any, _Bucket] = {}
+    full: list[_Bucket] = []
+    for start in graph.nodes:
+        op = STARTS.get(start.target)
+        if op not in ("all_gather", "psum_scatter", "psum") or "max" in start.args or pinned & {start, start.args[0]}:
+            continue
+        early = op == "all_gather" and at_rest(start.args[0]) is not None
+        passes = tuple(start.meta.get(k) for k in ("forward", "backward", "remat"))
+        key = (start.target, start.args[1:], start.meta["val"].dtype, early, passes)
+        size = size_of(start if op == "all_gather" else start.args[0])
+        b = filling.get(key)
+        if b is None or b.bytes + size > limit or (not early and order[start] > b.deadline):
+            b = filling[key] = _Bucket(early)
+            full.append(b)
+        b.starts.append(start)
+        b.bytes += size
+        family = arranged(next(iter(start.users)))
+        b.deadline = min([b.deadline, *(order[u] for n in family for u in n.users if u not in family)])
+    for b in full:
+        if len(b.starts) > 1:
+            _merge(b, order)
+    return dead_code(module)
+
+
+def _merge(b: _Bucket, order: dict[Node, int]) -> None:
+    """One collective for those of a bucket."""
+    first, last = b.starts[0], b.starts[-1]
+    anchor = first if b.early else last
+    n = group(first)[1]
+    gather, scatter = (STARTS[first.target] == op for op in ("all_gather", "psum_scatter"))
+    for start in b.starts if b.early else ():
+        for node in at_rest(start.args[0]) or ():
+            if order[node] > order[anchor]:
+                anchor.prepend(node)
+    after = last.next  # where it is not early, what was made of earlier results moves here
+    with first.graph.inserting_before(anchor):
+        rows = n if scatter else 1
+        flat = emit(PACK, ([_source(start.args[0], rows) for start in b.starts], rows), anchor)
+        wait = emit(WAIT, (emit(first.target, (flat, *first.args[1:]), anchor),), anchor)
+        waits = [next(iter(start.users)) for start in b.starts]
+        families = [arranged(w)[1:] for w in waits]
+        results = _gathered(wait, b.starts, n) if gather else _pieces(wait, waits)
+        for (old, new), family in zip(results, families, strict=True):
+            old.replace_all_uses_with(new)
+            for node in family if not b.early else ():
+                if order[node] < order[last]:
+                    after.prepend(node)
+
+
+def _source(x: Node, rows: int) -> Node:
+    """What `x` is a contiguous copy of, so that packing makes the only copy; it has `rows` rows where that is > 1."""
+    copy = x.args[0] if x.target in (aten._unsafe_view.default, aten.view.default) and len(x.users) == 1 else x
+    if copy.target is aten.clone.default and len(copy.users) == 1:
+        found = copy.args[0]
+        if rows == 1 or found.meta["val"].shape[:1] == (rows,):
+            return found
+    return x if rows == 1 else emit(aten.view.default, (x, [rows, -1]), x)
+
+
+def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, Node]]:
+    """The nodes that are replaced, and by what: for each gather its result, or that in the order that is wanted."""
+    chains = [_rearranged(next(iter(s.users)), [n, *s.args[0].meta["val"].shape]) for s in starts]
+    shapes = [list(s.args[0].meta["val"].shape) for s in starts]
+    orders = [c[1] if c else list(range(len(s) + 1)) for c, s in zip(chains, shapes, strict=True)]
+    out = emit(UNPACK, (wait, n, shapes, orders), wait)
+    found = []
+    for i, (start, chain) in enumerate(zip(starts, chains, strict=True)):
+        item = emit(getitem, (out, i), wait)
+        if chain is None:
+            old = next(iter(start.users))
+            found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), wait)))
+        else:
+            found.append((chain[0], item))
+    return found
+
+
+def _rearranged(wait: Node, shape: list[int]) -> tuple[Node, list[int]] | None:
+    """The copy of a gather's result with the dim of ranks in another place, and the order of its dims, if that is all
+    that is made of it."""
+    want = (aten.view.default, aten.permute.default, aten.clone.default)
+    node = wait
+    for target in want:
+        if len(node.users) != 1 or next(iter(node.users)).target is not target:
+            return None
+        node = next(iter(node.users))
+        if target is aten.view.default and list(node.meta["val"].shape) != shape:
+            return None
+    return node, list(node.args[0].args[1])
+
+
+def _pieces(wait: Node, waits: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """The results of sums or scatters, in the bucket's: views, copied where they leave the graph."""
+    found, at = [], 0
+    for old in waits:
+        shape = list(old.meta["val"].shape)
+        size = old.meta["val"].numel()
+        piece = emit(aten.slice.Tensor, (wait, 0, at, at + size), old)
+        piece = emit(aten.view.default, (piece, shape), old)
+        if any(u.op == "output" for n in arranged(old) for u in n.users):
+            piece = emit(aten.clone.default, (piece,), old)
+        found.append((old, piece))
+        at += size
+    return found

@@ -1,0 +1,181 @@
+"""Nodes of traced graphs: what shares memory with what, what nothing needs, what a pass may move."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from shardlib import wire as wire  # defines the ops
+from shardlib.flow import UNDECLARED
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.view_copy.default,
+}
+
+
+def schema(node: Node) -> Any:
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
+def _nodes(arg: Any) -> list[Node]:
+    """The nodes among one argument: itself, or those of a list."""
+    return [a for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, Node)]
+
+
+def aliased(node: Node, written: bool = False) -> list[Node]:
+    """The arguments that a call's result may share memory with, or with `written` those that it writes into."""
+    if node.target is operator.getitem:
+        return [] if written else _nodes(node.args[0])
+    if node.target is WAIT:
+        return [] if written else _nodes(node.args[0])
+    said_by = schema(node)
+    if said_by is None:
+        return []
+    name = said_by.name.split("::")[1]
+    if name in UNDECLARED:
+        return [a for arg in node.args[3:5] for a in _nodes(arg)] if written and node.args[5] else []
+    if not written and "unsafe" in name:
+        return _nodes(node.args[0])
+    given = [*zip(said_by.arguments, node.args, strict=False)]
+    given += [(a, node.kwargs[a.name]) for a in said_by.arguments if a.name in node.kwargs]
+    said = [(a.alias_info, arg) for a, arg in given if a.alias_info is not None]
+    return [n for info, arg in said if info.is_write or not written for n in _nodes(arg)]
+
+
+def clean(module: GraphModule) -> GraphModule:
+    """Without aliases and views that change nothing, and without dead nodes, collectives included (FX keeps those:
+    `wait_tensor` counts as impure there)."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+            same = node.target in ALIASES
+            if node.target in _VIEWS:
+                a, b = node.args[0].meta.get("val"), node.meta.get("val")
+                same = (
+                    isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
+                )
+            if same:
+                node.replace_all_uses_with(node.args[0])
+    return dead_code(module)
+
+
+def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
+    """For every node, the nodes whose storage it may share: itself, or what it is a view of."""
+    found: dict[Node, set[Node]] = {}
+    for node in graph.nodes:
+        found[node] = {r for a in aliased(node) for r in found[a]} or {node}
+    return found
+
+
+def dead_code(module: GraphModule) -> GraphModule:
+    """Remove every node that no output needs. A write in place is needed where its storage is."""
+    graph = module.graph
+    held = roots(graph)
+    writes = [(n, {r for a in into for r in held[a]}) for n in graph.nodes if (into := aliased(n, written=True))]
+    needed: set[Node] = set()
+    stack = [n for n in graph.nodes if n.op in ("output", "placeholder")]
+    while stack:
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        live = {r for n in needed for r in held[n]}
+        stack = [n for n, into in writes if n not in needed and into & live]
+    for node in reversed(list(graph.nodes)):
+        if node not in needed:
+            graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
+    """The graph of some of the outputs."""
+    made = GraphModule(module, torch.fx.Graph())
+    values: dict[Node, Node] = {}
+    results = made.graph.graph_copy(module.graph, values)
+    made.graph.output([results[i] for i in outputs])  # type: ignore[index]
+    return dead_code(made)
+
+
+def used_placeholders(module: GraphModule) -> list[bool]:
+    """Which inputs a graph reads."""
+    return [bool(n.users) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+# ---- collectives
+
+STARTS = {
+    torch.ops._c10d_functional.all_reduce.default: "psum",
+    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: "psum_scatter",
+    torch.ops._c10d_functional.all_to_all_single.default: "all_to_all",
+    torch.ops._c10d_functional.broadcast.default: "pbroadcast",
+    torch.ops.shardlib.permute.default: "ppermute",
+}
+# what only arranges a value's elements anew
+ARRANGE = {
+    *(getattr(torch.ops.aten, name).default for name in "view _unsafe_view permute t clone expand unsqueeze".split()),
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.squeeze.dim,
+}
+
+
+def group(start: Node) -> tuple[str, int]:
+    """The name of the group that a collective runs over, and its size."""
+    name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)
+    mesh, axes = name.split("/")
+    sizes = dict(pair.split("=") for pair in mesh.split(","))
+    return name, math.prod(int(sizes[a]) for a in axes.split(","))
+
+
+def positions(graph: torch.fx.Graph) -> dict[Node, int]:
+    """The place of every node in the order in which they run."""
+    return {n: i for i, n in enumerate(graph.nodes)}
+
+
+def emit(target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    """A new node where the graph inserts, of the phase of another, with the value that it will have."""
+    node = like.graph.call_function(target, args)
+    node.meta = {k: like.meta[k] for k in ("forward", "backward", "remat", "stack_trace") if k in like.meta}
+    node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+    return node
+
+
+def size_of(node: Node) -> int:
+    """The bytes of a node's value."""
+    x = node.meta["val"]
+    return x.numel() * x.dtype.itemsize
+
+
+def written(graph: torch.fx.Graph) -> set[Node]:
+    """The nodes whose storage some node writes into: nothing that reads them may move."""
+    held = roots(graph)
+    into = {r for n in graph.nodes for a in aliased(n, written=True) for r in held[a]}
+    return {n for n, rs in held.items() if rs & into}
+
+
+def arranged(node: Node) -> list[Node]:
+    """A node and all that only arranges its value anew, in order."""
+    found = [node]
+    for n in found:
+        found += [u for u in n.users if u.target in ARRANGE and u.args[0] is n and u not in found]
+    return found
+
+
+def at_rest(node: Node) -> list[Node] | None:
+    """The nodes that arrange one input of the graph into this value, in order; None where it is computed."""
+    chain: list[Node] = []
+    while node.op == "call_function" and node.target in ARRANGE and len(node.all_input_nodes) == 1:
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain[::-1] if node.op == "placeholder" else None

@@ -1,0 +1,45 @@
+"""`regather`: ZeRO-3's gathered weights are not kept from the forward to the backward pass."""
+
+from collections.abc import Sequence
+
+from torch.fx import GraphModule, Node
+
+from shardlib.graph.nodes import STARTS, WAIT, arranged, at_rest, dead_code, positions, written
+
+
+def regather(module: GraphModule) -> GraphModule:
+    """Gather a parameter again for the backward pass, where it was gathered in the forward pass.
+
+        a = all_gather(w); y = x @ a              a = all_gather(w); y = x @ a
+        ...                               ->      ...
+        dx = dy @ a.T                             b = all_gather(w); dx = dy @ b.T
+
+    So a gathered weight lives for one use. What a loss gathers is meant, not what `step` gathers before it (ZeRO-1 and
+    2); and a weight is kept whose next use is the backward pass's with no other gather between (the last layer's).
+    """
+    graph, pinned = module.graph, written(module.graph)
+    order = positions(graph)
+    gathers = [w for w in graph.nodes if w.target is WAIT and STARTS.get(w.args[0].target) == "all_gather"]
+    gathers = [w for w in gathers if "forward" in w.meta and at_rest(w.args[0].args[0]) is not None and w not in pinned]
+    starts = [order[w.args[0]] for w in gathers]
+    for wait in gathers:
+        family = [n for n in arranged(wait) if "backward" not in n.meta]
+        users = [u for n in family for u in n.users if u not in family]
+        later = [u for u in users if "backward" in u.meta]
+        now = [order[u] for u in users if "backward" not in u.meta]
+        if later and now and any(s > max(now) for s in starts):
+            _again([wait.args[0], *family], later, min(later, key=order.__getitem__))
+    return dead_code(module)
+
+
+def _again(chain: Sequence[Node], users: Sequence[Node], first: Node) -> None:
+    """Copies of the chain before `first`, for the `users`."""
+    copies: dict[Node, Node] = {}
+    phases = {k: first.meta[k] for k in ("backward", "remat") if k in first.meta}
+    with first.graph.inserting_before(first):
+        for n in chain:
+            copies[n] = first.graph.node_copy(n, lambda a: copies.get(a, a))
+            copies[n].meta = {k: v for k, v in n.meta.items() if k != "forward"} | phases
+    for user in users:
+        for n in chain[1:]:
+            user.replace_input_with(n, copies[n])

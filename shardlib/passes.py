@@ -1,0 +1,27 @@
+"""Passes: functions from graph to graph that make a traced program fast and keep what it computes.
+
+`jit(f, passes=[...])` applies a list of them to every graph of a program, in order; one's own is any function of a
+`torch.fx.GraphModule` that returns one.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch.fx import GraphModule
+
+from shardlib.graph.buckets import bucket as bucket
+from shardlib.graph.dedupe import dedupe as dedupe
+from shardlib.graph.overlap import overlap as overlap
+from shardlib.graph.regather import regather as regather
+
+Pass = Callable[[GraphModule], GraphModule]
+default: tuple[Pass, ...] = (dedupe, regather, bucket, overlap)
+
+
+def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
+    """The program after the passes, the graphs that it calls included."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(module, name, applied(passes, child))
+    for one in passes:
+        module = one(module)
+    return module

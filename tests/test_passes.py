@@ -1,0 +1,242 @@
+"""Passes: each on small graphs, what it changes and that values stay; all of them together on a train step."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import shardlib as sl
+from shardlib import passes, tree
+from shardlib.graph.gloo import for_gloo
+from shardlib.graph.nodes import STARTS, WAIT
+from shardlib.graph.program import copied
+from shardlib.simulate import run_lockstep
+
+MESH = dict(dp=4, tp=2)
+
+
+@sl.pytree
+class Layer:
+    w_in: Tensor = sl.spec("model/dp hidden/tp")
+    bias: Tensor = sl.spec("hidden/tp")
+    w_out: Tensor = sl.spec("hidden/tp model/dp")
+
+
+@sl.pytree
+class Net:
+    layers: list[Layer] = sl.stack("layers")
+    head: Tensor = sl.spec("model/dp classes")
+
+
+def block(w: Layer, x: Tensor) -> Tensor:
+    w = sl.gather(w, "dp")
+    h = sl.einsum("batch/dp model, model hidden/tp -> batch/dp hidden/tp", x, w.w_in) + w.bias
+    y = sl.einsum("batch/dp hidden/tp, hidden/tp model -> batch/dp model +tp", torch.tanh(h), w.w_out)
+    return x + sl.psum("batch/dp model +tp -> batch/dp model", y)
+
+
+def loss(w: Net, batch: Tensor) -> sl.Mean:
+    x = batch
+    for layer in w.layers:
+        x = block(layer, x)
+    return sl.Mean.of("batch/dp classes", torch.tanh(x @ sl.gather(w.head, "dp")) ** 2)
+
+
+def rematted(w: Net, batch: Tensor) -> sl.Mean:
+    x = batch
+    for layer in w.layers:
+        x = sl.remat(block)(layer, x)
+    return sl.Mean.of("batch/dp classes", torch.tanh(x @ sl.gather(w.head, "dp")) ** 2)
+
+
+def lowered(f: Callable[..., Any], *args: Any, use: Sequence[passes.Pass] = ()) -> GraphModule:
+    return sl.jit(f, passes=use).lower(*args).module
+
+
+def ops(module: GraphModule) -> list[str]:
+    """The collectives of a graph in the order in which they are issued."""
+    return [STARTS[n.target] for n in module.graph.nodes if n.target in STARTS]
+
+
+def train(stage: int = 3, f: Callable[..., Any] = loss, **options: Any) -> Any:
+    return sl.step(f, sl.optim.sgd(0.1), layout=sl.zero(sl.specs(Net), stage=stage), **options)
+
+
+def state_and_batch(step: Any, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    params = sl.init(Net, sizes=dict(layers=2, model=8, hidden=6, classes=4), key=sl.random.key(1))
+    params = tree.map_(lambda x: sl.shard(sl.gather(x).to(dtype), str(x.spec)), params)
+    return step.init(params), sl.shard(torch.arange(16 * 8, dtype=dtype).view(16, 8) / 100, "batch/dp model")
+
+
+def values(run: Any, state: Any, batch: Any) -> list[Tensor]:
+    state, metrics = run(state, batch)
+    return [*tree.leaves(sl.gather(state.params)), metrics["loss"], metrics["grad_norm"]]
+
+
+def assert_same(
+    step: Any, use: Sequence[passes.Pass], bitwise: bool = True, dtype: torch.dtype = torch.float64
+) -> None:
+    state, batch = state_and_batch(step, dtype)
+    plain, got = values(sl.jit(step, passes=[]), state, batch), values(sl.jit(step, passes=use), state, batch)
+    for a, b in zip(plain, got, strict=True):
+        assert torch.equal(a, b) if bitwise else (a - b).abs().max() <= 5e-6 * a.abs().max()
+
+
+def test_dedupe_makes_a_gather_once_but_not_what_remat_makes_again():
+    def twice(w: Tensor, x: Tensor) -> Tensor:
+        return x @ sl.all_gather("model/dp out -> model out", w) @ sl.all_gather("model/dp out -> model out", w)
+
+    with sl.make_mesh(MESH, simulate=True):
+        w, x = sl.shard(torch.randn(8, 8), "model/dp out"), sl.shard(torch.randn(4, 8), "batch/dp model")
+        f = sl.shard_map(twice, in_specs=("model/dp out", "batch/dp model"), out_specs="batch/dp model")
+        assert ops(lowered(f, w, x)) == ["all_gather"] * 2
+        assert ops(lowered(f, w, x, use=[passes.dedupe])) == ["all_gather"]
+        assert torch.equal(sl.gather(sl.jit(f, passes=[passes.dedupe])(w, x)), sl.gather(f(w, x)))
+
+        step = train(f=rematted)
+        plain, once = (ops(lowered(step, *state_and_batch(step), use=use)) for use in ([], [passes.dedupe]))
+        assert plain.count("all_gather") == once.count("all_gather") == 2 * 2 * 2 + 1
+        assert_same(step, [passes.dedupe])
+
+
+def test_regather_gathers_again_in_the_backward_pass():
+    with sl.make_mesh(MESH, simulate=True):
+        step = train()
+        plain, again = (ops(lowered(step, *state_and_batch(step), use=use)) for use in ([], [passes.regather]))
+        assert plain.count("all_gather") == 5  # 2 layers of 2 split leaves and the head
+        assert again.count("all_gather") == 5 + 4  # the head's next use is its backward
+        assert [o for o in again if o != "all_gather"] == [o for o in plain if o != "all_gather"]
+        assert_same(step, [passes.regather])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_regather_keeps_what_the_step_gathers(stage):
+    with sl.make_mesh(MESH, simulate=True):
+        step = sl.step(
+            loss,
+            sl.optim.sgd(0.1),
+            layout=sl.zero(sl.specs(Net), stage=stage, **({"gather": "forward"} if stage else {})),
+        )
+        args = state_and_batch(step)
+        assert ops(lowered(step, *args)) == ops(lowered(step, *args, use=[passes.regather]))
+
+
+def bucketed(limit: int) -> passes.Pass:
+    return lambda module: passes.bucket(module, limit=limit)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1 << 30])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bucket(stage, limit):
+    """C31: within 5e-6 of the leaf's maximum in float32 whatever the limit; C25: leaves of several sizes."""
+    with sl.make_mesh(MESH, simulate=True):
+        step = train(stage)
+        args = state_and_batch(step, torch.float32)
+        plain, merged = ops(lowered(step, *args)), ops(lowered(step, *args, use=[bucketed(limit)]))
+        assert (len(merged) < len(plain)) == (limit > 100)
+        if limit == 1 << 30 and stage == 3:
+            assert merged.count("all_gather") == 1 and merged.count("psum_scatter") == 1
+        assert_same(step, [bucketed(limit)], bitwise=False, dtype=torch.float32)
+
+
+def test_bucket_of_integers_is_exact_and_results_share_no_storage():
+    """C30: equal plans give equal bits; sums of integers do under every plan."""
+
+    def f(*xs: Tensor) -> Any:
+        return sl.psum(xs, "dp")
+
+    specs, shapes = ("n/dp", "n/dp k", "m k/dp"), ((20,), (8, 3), (7, 4))
+    with sl.make_mesh(dp=4, simulate=True):
+        args = [
+            sl.shard(torch.arange(float(torch.Size(s).numel())).view(s), p) for s, p in zip(shapes, specs, strict=True)
+        ]
+        run = sl.shard_map(f, in_specs=specs, out_specs=("n", "n k", "m k"))
+        plain, merged = sl.jit(run, passes=[]), sl.jit(run, passes=[bucketed(1 << 30)])
+        out = merged(*args)
+        for x, y in zip(sl.gather(plain(*args)), sl.gather(out), strict=True):
+            assert torch.equal(x, y)
+        assert ops(merged.traces[0].module) == ["psum"]
+        assert len({x.shards[0].untyped_storage().data_ptr() for x in out}) == 3
+
+
+def test_bucket_keeps_forward_backward_and_each_remat_apart():
+    with sl.make_mesh(MESH, simulate=True):
+        step = train(f=rematted)
+        gathers = ops(lowered(step, *state_and_batch(step), use=[bucketed(1 << 30)])).count("all_gather")
+        assert gathers == 1 + 2  # the forward's, and one for each layer computed again
+        assert_same(step, [bucketed(1 << 30)], bitwise=False)
+
+
+def first_use(module: GraphModule, start: Any) -> Any:
+    family = [start]
+    for n in family:
+        for u in n.users:
+            if u.target is WAIT or u.target is operator.getitem or "view" in str(u.target) or "unpack" in str(u.target):
+                family.append(u)
+            else:
+                return u
+    raise AssertionError
+
+
+def test_overlap_waits_late_and_gathers_one_ahead():
+    with sl.make_mesh(MESH, simulate=True):
+        step = train()
+        use = [passes.regather, bucketed(1), passes.overlap]
+        module = lowered(step, *state_and_batch(step), use=use)
+        nodes = list(module.graph.nodes)
+        at = {n: i for i, n in enumerate(nodes)}
+        starts = [n for n in nodes if STARTS.get(n.target) == "all_gather"]
+        uses = [at[first_use(module, s)] for s in starts]
+        assert uses == sorted(uses)
+        for i, start in enumerate(starts):
+            assert at[start] < uses[i]
+            if i:
+                assert at[start] < uses[i - 1], "issued before the use of the one before"
+            if i > 1:
+                assert at[start] > uses[i - 2], "not more than one ahead"
+        for n in nodes:
+            if n.target is WAIT and STARTS.get(n.args[0].target) == "psum_scatter":
+                assert "backward" not in min(n.users, key=at.__getitem__).meta, "waited for in the optimizer"
+        assert_same(step, use)
+
+
+@pytest.mark.parametrize("options", [{}, dict(clip=0.5), dict(accumulate=2)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_of_them(stage, options):
+    with sl.make_mesh(MESH, simulate=True):
+        assert_same(train(stage, **options), passes.default, bitwise=False)
+        assert_same(train(stage, **options), [passes.dedupe, passes.regather, passes.overlap])
+
+
+def test_for_gloo_keeps_values():
+    with sl.make_mesh(MESH, simulate=True) as mesh:
+        step = train(3)
+        state, batch = state_and_batch(step)
+        program = sl.jit(step).lower(state, batch)
+        own = copied(program.module)
+        assert "psum_scatter" not in ops(for_gloo(own)) and "psum_scatter" in ops(program.module)
+        inputs = [[x.shards[r] for x in tree.leaves((state, batch))] for r in range(mesh.total)]
+        plain, other = (run_lockstep(mesh, m, [list(i) for i in inputs]) for m in (program.module, own))
+        for a, b in zip(plain, other, strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pass_of_ones_own():
+    """A pass is one function of a graph; here every tanh becomes the identity."""
+
+    def linear(module: GraphModule) -> GraphModule:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.tanh.default:
+                node.replace_all_uses_with(node.args[0])
+        module.recompile()
+        return module
+
+    with sl.make_mesh(dp=2, simulate=True):
+        x = sl.shard(torch.randn(4, 3), "batch/dp n")
+        f = sl.shard_map(torch.tanh, in_specs="batch/dp n", out_specs="batch/dp n")
+        assert torch.equal(sl.gather(sl.jit(f, passes=[linear])(x)), sl.gather(x))
