@@ -251,14 +251,16 @@ def clean(module: GraphModule) -> GraphModule:
 
 
 def _moved_early(graph: torch.fx.Graph) -> None:
-    """Put the nodes that `early` marked behind the last of their operands."""
+    """Put the nodes that `early` marked behind the last of their operands, and behind what wrote into those."""
     place: dict[Node, tuple[int, int]] = {}
+    roots, written = _roots(graph), dict[Node, int]()
     inputs = sum(n.op == "placeholder" for n in graph.nodes)
     for i, node in enumerate(graph.nodes):
-        after = max([inputs, *(place[a][0] for a in node.all_input_nodes)])
-        place[node] = (after, i) if "early" in node.meta else (i, i)
-    order = sorted(place, key=place.__getitem__)
-    for node, following in pairwise(order):
+        operands = node.all_input_nodes
+        after = [place[a][0] for a in operands] + [written[r] for a in operands for r in roots[a] if r in written]
+        place[node] = (max([inputs, *after]), i) if "early" in node.meta else (i, i)
+        written |= {r: place[node][0] for a in aliased(node, written=True) for r in roots[a]}
+    for node, following in pairwise(sorted(place, key=place.__getitem__)):
         if node.next is not following:
             node.append(following)
 
