@@ -29,7 +29,7 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.trace", "graph.program"],
+    ["graph.trace", "graph.memory", "graph.program"],
     ["jit"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
