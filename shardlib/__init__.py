@@ -44,6 +44,7 @@ from shardlib.errors import RankError as RankError
 from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
+from shardlib.fused import rms_norm as rms_norm
 from shardlib.jit import jit as jit
 from shardlib.mean import Mean as Mean
 from shardlib.mesh import Mesh as Mesh

@@ -39,7 +39,7 @@ def in_float64(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Te
 def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
     """As close to the exact value as its dtype can be, but for the last bits of the computation in float32."""
     unit = torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), exact, rtol=unit, atol=8 * min(unit, 1.2e-7))
+    torch.testing.assert_close(got.double(), exact, rtol=unit, atol=16 * min(unit, 1.2e-7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,10 +48,10 @@ def test_cpu_op_equals_reference_and_float64(shape, dtype):
     dy, x, scale = operands(shape, dtype)
     y, rstd = torch.ops.shardlib.rms_norm(x, scale, EPS)
     dx, dscale = torch.ops.shardlib.rms_norm_backward(dy, x, scale, rstd)
-    for got, plain in zip((y, rstd), kernel.reference(x, scale, EPS), strict=True):
-        assert torch.equal(got, plain)
-    for got, plain in zip((dx, dscale), kernel.reference_backward(dy, x, scale, rstd), strict=True):
-        assert torch.equal(got, plain)
+    assert rstd.dtype == kernel.compute_dtype(x) and rstd.shape == shape[:-1]
+    plain = (*kernel.reference(x, scale, EPS), *kernel.reference_backward(dy, x, scale, rstd))
+    for got, said in zip((y, rstd, dx, dscale), plain, strict=True):
+        assert_rounded_once(got, said.double())
     for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
         assert got.dtype == dtype
         assert_rounded_once(got, exact)
