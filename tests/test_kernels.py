@@ -1,11 +1,14 @@
-"""Kernels: the ops against their references and float64, the fakes, the Triton bodies where Triton is, the wheel."""
+"""Kernels: the ops against their references and float64, the fakes, the wheel; where Triton is, the Triton bodies:
+interpreted, compiled ahead of time, on a GPU."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks import kernels as compiler
+from shardlib.kernels import adamw
 from shardlib.kernels import rms_norm as kernel
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +31,15 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") ->
     make = torch.Generator().manual_seed(0)
     dy, x = (torch.randn(shape, generator=make, dtype=torch.float64).to(device, dtype) for _ in range(2))
     return dy, x, (torch.rand(shape[-1], generator=make, dtype=torch.float64) + 0.5).to(device, dtype)
+
+
+def buffers(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
+    """p and g of a dtype, m and v, the rate, the count, and numbers that decay."""
+    make = torch.Generator().manual_seed(1)
+    p, g, m, v = (torch.randn(shape, generator=make, dtype=torch.float64).to(device) for _ in range(4))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rate, count = torch.tensor(0.02, dtype=torch.float64, device=device), torch.tensor(3, device=device)
+    return p.to(dtype), g.to(dtype), m.to(wide), v.square().to(wide), rate, count, 0.8, 0.95, 1e-6, 0.1
 
 
 def in_float64(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +89,8 @@ def test_registration(shape):
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(kernel.rms_norm, (x, scale, EPS), test_utils=checks)
         torch.library.opcheck(kernel.rms_norm_backward, (dy, x, scale, rstd), test_utils=checks)
+        for op in (adamw.adamw, adamw.adamw_):
+            torch.library.opcheck(op, buffers(shape, dtype), test_utils=checks)
 
 
 def test_trace_keeps_each_op_whole():
@@ -96,10 +112,35 @@ def check_triton(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
         assert_rounded_once(got, exact)
 
 
-@pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
+def check_triton_adamw(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    p, g, m, v, *options = buffers(shape, dtype, device)
+    update, *moments = adamw.triton_adamw(p, g, m, v, *options)
+    exact = adamw.reference(*(x.double() for x in (p, g, m, v)), *options)
+    rtol = 1e-13 if dtype == torch.float64 else 2e-6
+    for got, wanted in zip((update, *moments), exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=rtol / 10)
+    new = (p.to(m.dtype) + update).to(dtype)
+    adamw.triton_adamw_(p, g, m, v, *options)
+    torch.testing.assert_close(p, new, rtol=torch.finfo(dtype).eps, atol=1e-8)
+    assert torch.equal(m, moments[0]) and torch.equal(v, moments[1])
+
+
+def check_first_update(device: str) -> None:
+    """Where b is 0 its power is 0, and m and v are those of the gradient alone."""
+    p, g, m, v, rate, *_ = buffers((5,), torch.float32, device)
+    count = torch.ones((), dtype=torch.int64, device=device)
+    got = adamw.triton_adamw(p, g, m, v, rate, count, 0.0, 0.0, 0.0, 0.0)
+    torch.testing.assert_close(got, (-0.02 * g.sign(), g, g * g), rtol=1e-6, atol=0)
+
+
+needs_triton = pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
+
+
+@needs_triton
 def test_triton_in_its_interpreter():
     """In a process of its own: Triton reads TRITON_INTERPRET where a body is decorated."""
-    program = "import test_kernels as t; [t.check_triton(s, d, 'cpu') for s in t.SHAPES for d in t.DTYPES]"
+    checks = "t.check_triton(s, d, 'cpu'), t.check_triton_adamw(s, d, 'cpu')"
+    program = f"import test_kernels as t; [({checks}) for s in t.SHAPES for d in t.DTYPES]; t.check_first_update('cpu')"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -111,6 +152,27 @@ def test_triton_in_its_interpreter():
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 1024), (3, 5000)], ids=str)
 def test_triton_on_a_gpu(shape, dtype):
     check_triton(shape, dtype, "cuda")
+    check_triton_adamw(shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_first_update_on_a_gpu():
+    check_first_update("cuda")
+
+
+@needs_triton
+def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
+    """For sm_80 and sm_90, without a GPU; in a process of its own, where bodies are not interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.kernels", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {(r["kernel"], r["target"]) for r in rows} == {
+        (c.name, f"sm_{t}") for c in compiler.cases() for t in compiler.TARGETS
+    }
+    assert {r["kernel"].split()[0] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw", "adamw_"}
+    assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
 
 
 def test_wheel_holds_the_kernels(tmp_path):
