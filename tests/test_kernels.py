@@ -1,6 +1,8 @@
 """Kernels: the ops against their references and float64, the fakes, the wheel; where Triton is, the Triton bodies:
 interpreted, compiled ahead of time, on a GPU."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -8,52 +10,29 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks import gpu
 from benchmarks import kernels as compiler
+from benchmarks.kernel_checks import (
+    DTYPES,
+    EPS,
+    SHAPES,
+    assert_rounded_once,
+    buffers,
+    check_first_update,
+    check_triton,
+    check_triton_adamw,
+    in_float64,
+    operands,
+)
 from shardlib.kernels import adamw
 from shardlib.kernels import rms_norm as kernel
 
 ROOT = Path(__file__).parents[1]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(3, 5, 96), (4, 128), (1, 1), (0, 8), (7,)]
-EPS = 1e-5
-
-
-def operands(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x and scale."""
-    make = torch.Generator().manual_seed(0)
-    dy, x = (torch.randn(shape, generator=make, dtype=torch.float64).to(device, dtype) for _ in range(2))
-    return dy, x, (torch.rand(shape[-1], generator=make, dtype=torch.float64) + 0.5).to(device, dtype)
-
-
-def buffers(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
-    """p and g of a dtype, m and v, the rate, the count, and numbers that decay."""
-    make = torch.Generator().manual_seed(1)
-    p, g, m, v = (torch.randn(shape, generator=make, dtype=torch.float64).to(device) for _ in range(4))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rate, count = torch.tensor(0.02, dtype=torch.float64, device=device), torch.tensor(3, device=device)
-    return p.to(dtype), g.to(dtype), m.to(wide), v.square().to(wide), rate, count, 0.8, 0.95, 1e-6, 0.1
-
-
-def in_float64(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dscale by torch's own RMSNorm and autograd."""
-    x, scale = x.double().requires_grad_(), scale.double().requires_grad_()
-    y = F.rms_norm(x, x.shape[-1:], scale, EPS)
-    dx, dscale = torch.autograd.grad(y, (x, scale), dy.double())
-    return y.detach(), dx, dscale
-
-
-def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
-    """As close to the exact value as its dtype can be, but for the last bits of the computation in float32."""
-    unit = torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), exact, rtol=unit, atol=16 * min(unit, 1.2e-7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -103,45 +82,14 @@ def test_trace_keeps_each_op_whole():
     assert ops == ["shardlib.rms_norm.default", "shardlib.rms_norm_backward.default"]
 
 
-def check_triton(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    dy, x, scale = operands(shape, dtype, device)
-    y, rstd = kernel.triton_forward(x, scale, EPS)
-    dx, dscale = kernel.triton_backward(dy, x, scale, rstd)
-    for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
-        assert got.dtype == dtype
-        assert_rounded_once(got, exact)
-
-
-def check_triton_adamw(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    p, g, m, v, *options = buffers(shape, dtype, device)
-    update, *moments = adamw.triton_adamw(p, g, m, v, *options)
-    exact = adamw.reference(*(x.double() for x in (p, g, m, v)), *options)
-    rtol = 1e-13 if dtype == torch.float64 else 2e-6
-    for got, wanted in zip((update, *moments), exact, strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=rtol, atol=rtol / 10)
-    new = (p.to(m.dtype) + update).to(dtype)
-    adamw.triton_adamw_(p, g, m, v, *options)
-    torch.testing.assert_close(p, new, rtol=torch.finfo(dtype).eps, atol=1e-8)
-    assert torch.equal(m, moments[0]) and torch.equal(v, moments[1])
-
-
-def check_first_update(device: str) -> None:
-    """Where b is 0 its power is 0, and m and v are those of the gradient alone."""
-    p, g, m, v, rate, *_ = buffers((5,), torch.float32, device)
-    count = torch.ones((), dtype=torch.int64, device=device)
-    got = adamw.triton_adamw(p, g, m, v, rate, count, 0.0, 0.0, 0.0, 0.0)
-    torch.testing.assert_close(got, (-0.02 * g.sign(), g, g * g), rtol=1e-6, atol=0)
-
-
 needs_triton = pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
 
 
 @needs_triton
 def test_triton_in_its_interpreter():
     """In a process of its own: Triton reads TRITON_INTERPRET where a body is decorated."""
-    checks = "t.check_triton(s, d, 'cpu'), t.check_triton_adamw(s, d, 'cpu')"
-    program = f"import test_kernels as t; [({checks}) for s in t.SHAPES for d in t.DTYPES]; t.check_first_update('cpu')"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    program = "from benchmarks.kernel_checks import check; check('cpu')"
+    path = os.pathsep.join([str(ROOT), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -173,6 +121,25 @@ def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
     }
     assert {r["kernel"].split()[0] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw", "adamw_"}
     assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
+
+
+def test_gpu_benchmark_runs_on_the_cpu():
+    """All of `make gpu` but the GPU, at sizes of nothing; its last line is JSON."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert gpu.main(["--device", "cpu", "--tiny", "--json"]) == 0
+    lines = said.getvalue().splitlines()
+    rows = json.loads(lines[-1])["rows"]
+    assert len(lines) == len(rows) + 3 and all(line.count("|") == len(gpu.COLUMNS) + 1 for line in lines[:-1])
+    assert {r["what"] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw_", "train step, graph"}
+    assert all(r["shardlib"] > 0 for r in rows)
+    assert all(r["torch"] and r["compiled"] for r in rows if r["unit"] == "GB/s" and r["dtype"] == "float32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_benchmark_says_that_there_is_no_gpu(capsys):
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err == "benchmarks.gpu: no CUDA device here (torch.cuda.is_available() is False)\n"
 
 
 def test_wheel_holds_the_kernels(tmp_path):
