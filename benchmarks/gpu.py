@@ -75,7 +75,7 @@ def tried(make: Callable[[], Callable[[], Any]], device: str, rounds: int) -> fl
         run()
         return seconds(run, device, rounds)
     except Exception as e:
-        print(f"left out: {type(e).__name__}: {str(e).splitlines()[0]}", file=sys.stderr)
+        print(f"left out: {e!r:.200}", file=sys.stderr)
         return None
 
 
