@@ -1,5 +1,6 @@
 """`Array`: a leaf at rest. A wrapper tensor that holds this rank's shard (on a simulated mesh, every rank's)."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ from shardlib.mesh import Mesh
 from shardlib.spec import Spec
 
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
+
+
+def _alone(x: Tensor) -> bool:
+    """Whether a list, and a loop over it, are all that holds a tensor, and the tensor all that holds its storage."""
+    used = torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # by tensors; there is no public way to know
+    return sys.getrefcount(x) == 4 and used == 2  # this function's and getrefcount's own; the storage's object
 
 
 class Array(Tensor):
@@ -92,9 +99,12 @@ class Array(Tensor):
         return self.pieces()[tuple(index.offset or ())]
 
     def donate(self) -> list[Tensor]:
-        """Take the shards out; the array cannot be used again."""
+        """Take the shards out, to be written into; the array cannot be used again.
+
+        A shard that somebody else holds too (a view from `local`, another array, another simulated rank) is copied.
+        """
         shards, self._shards = self.shards, None
-        return shards
+        return [s if _alone(s) else s.clone() for s in shards]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -10,11 +10,12 @@ from torch.fx import GraphModule
 
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
+from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.regather import regather as regather
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, regather, bucket, overlap)
+default: tuple[Pass, ...] = (dedupe, regather, bucket, overlap, in_place)
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:

@@ -1,10 +1,14 @@
-"""Which part of a derivative made a node of a traced graph: passes keep forward, backward and recomputation apart."""
+"""Notes on the nodes of a traced graph: which part of a step made them, and what they hold."""
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
+
+from shardlib import tree
 
 _numbers = itertools.count(1)
 
@@ -13,7 +17,8 @@ _numbers = itertools.count(1)
 def phase(name: str) -> Iterator[None]:
     """While a program is traced, nodes made in here carry `meta[name]`, a number that is this call's alone.
 
-    Nodes that have one by an inner call keep it. Names: `forward`, `backward`, `remat` (what is computed again).
+    Nodes that have one by an inner call keep it. Passes keep `forward`, `backward` and `remat` (what is computed again)
+    apart; what is `early` runs as soon as its operands are there.
     """
     mode = get_proxy_mode()
     if mode is None:
@@ -26,3 +31,13 @@ def phase(name: str) -> Iterator[None]:
         if node is last:
             break
         node.meta.setdefault(name, number)
+
+
+def noted(kind: str, values: Any) -> Any:
+    """`values`, a tree; while a program is traced, their nodes know that they hold `kind`."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        for proxy in map(mode.tracer.unwrap_proxy, tree.leaves(values)):
+            if isinstance(proxy, Proxy):
+                proxy.node.meta["kind"] = kind
+    return values

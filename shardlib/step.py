@@ -16,6 +16,7 @@ from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
 from shardlib.parts import once, part_of
+from shardlib.phases import phase
 from shardlib.shard_map import shard_map
 from shardlib.state import check_key, gather, reshard, shard
 from shardlib.tree import pytree
@@ -74,7 +75,8 @@ def step(
             grads = grads if clip is None else scaled_to(grads, norm, clip)
             old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
-            new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
+            with phase("early"):  # leaf by leaf, rather than after all updates
+                new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         opt = same_leaves("the optimizer", opt, state.opt)

@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardlib.graph.nodes import STARTS, WAIT, arranged, at_rest, dead_code, emit, group, positions, size_of, written
+from shardlib.graph.nodes import (
+    STARTS,
+    WAIT,
+    arg,
+    arranged,
+    at_rest,
+    dead_code,
+    emit,
+    group,
+    positions,
+    size_of,
+    written,
+)
 
 aten = torch.ops.aten
 _lib = torch.library.Library("shardlib", "FRAGMENT")
@@ -65,12 +77,12 @@ def bucket(module: GraphModule, limit: int = 16 << 20) -> GraphModule:
     full: list[_Bucket] = []
     for start in graph.nodes:
         op = STARTS.get(start.target)
-        if op not in ("all_gather", "psum_scatter", "psum") or "max" in start.args or pinned & {start, start.args[0]}:
+        if op not in ("all_gather", "psum_scatter", "psum") or "max" in start.args or pinned & {start, arg(start)}:
             continue
-        early = op == "all_gather" and at_rest(start.args[0]) is not None
+        early = op == "all_gather" and at_rest(arg(start)) is not None
         passes = tuple(start.meta.get(k) for k in ("forward", "backward", "remat"))
         key = (start.target, start.args[1:], start.meta["val"].dtype, early, passes)
-        size = size_of(start if op == "all_gather" else start.args[0])
+        size = size_of(start if op == "all_gather" else arg(start))
         b = filling.get(key)
         if b is None or b.bytes + size > limit or (not early and order[start] > b.deadline):
             b = filling[key] = _Bucket(early)
@@ -92,13 +104,13 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
     n = group(first)[1]
     gather, scatter = (STARTS[first.target] == op for op in ("all_gather", "psum_scatter"))
     for start in b.starts if b.early else ():
-        for node in at_rest(start.args[0]) or ():
+        for node in at_rest(arg(start)) or ():
             if order[node] > order[anchor]:
                 anchor.prepend(node)
     after = last.next  # where it is not early, what was made of earlier results moves here
     with first.graph.inserting_before(anchor):
         rows = n if scatter else 1
-        flat = emit(PACK, ([_source(start.args[0], rows) for start in b.starts], rows), anchor)
+        flat = emit(PACK, ([_source(arg(start), rows) for start in b.starts], rows), anchor)
         wait = emit(WAIT, (emit(first.target, (flat, *first.args[1:]), anchor),), anchor)
         waits = [next(iter(start.users)) for start in b.starts]
         families = [arranged(w)[1:] for w in waits]
@@ -112,9 +124,9 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
 
 def _source(x: Node, rows: int) -> Node:
     """What `x` is a contiguous copy of, so that packing makes the only copy; it has `rows` rows where that is > 1."""
-    copy = x.args[0] if x.target in (aten._unsafe_view.default, aten.view.default) and len(x.users) == 1 else x
+    copy = arg(x) if x.target in (aten._unsafe_view.default, aten.view.default) and len(x.users) == 1 else x
     if copy.target is aten.clone.default and len(copy.users) == 1:
-        found = copy.args[0]
+        found = arg(copy)
         if rows == 1 or found.meta["val"].shape[:1] == (rows,):
             return found
     return x if rows == 1 else emit(aten.view.default, (x, [rows, -1]), x)
@@ -122,8 +134,8 @@ def _source(x: Node, rows: int) -> Node:
 
 def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, Node]]:
     """The nodes that are replaced, and by what: for each gather its result, or that in the order that is wanted."""
-    chains = [_rearranged(next(iter(s.users)), [n, *s.args[0].meta["val"].shape]) for s in starts]
-    shapes = [list(s.args[0].meta["val"].shape) for s in starts]
+    chains = [_rearranged(next(iter(s.users)), [n, *arg(s).meta["val"].shape]) for s in starts]
+    shapes = [list(arg(s).meta["val"].shape) for s in starts]
     orders = [c[1] if c else list(range(len(s) + 1)) for c, s in zip(chains, shapes, strict=True)]
     out = emit(UNPACK, (wait, n, shapes, orders), wait)
     found = []
@@ -148,7 +160,7 @@ def _rearranged(wait: Node, shape: list[int]) -> tuple[Node, list[int]] | None:
         node = next(iter(node.users))
         if target is aten.view.default and list(node.meta["val"].shape) != shape:
             return None
-    return node, list(node.args[0].args[1])
+    return node, list(arg(node).args[1])
 
 
 def _pieces(wait: Node, waits: Sequence[Node]) -> list[tuple[Node, Node]]:

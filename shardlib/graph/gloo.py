@@ -3,7 +3,7 @@
 import torch
 from torch.fx import GraphModule
 
-from shardlib.graph.nodes import STARTS, WAIT, emit, group
+from shardlib.graph.nodes import STARTS, WAIT, arg, emit, group
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -22,7 +22,7 @@ def for_gloo(module: GraphModule) -> GraphModule:
             continue
         (wait,) = start.users
         name, n = group(start)
-        x = start.args[0]
+        x = arg(start)
         shape = x.meta["val"].shape
         with module.graph.inserting_before(start):
             rows = [shape[0] // n] * n

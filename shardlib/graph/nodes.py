@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,16 +65,55 @@ def clean(module: GraphModule) -> GraphModule:
                     isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
                 )
             if same:
+                if "kind" in node.meta:
+                    node.args[0].meta.setdefault("kind", node.meta["kind"])
                 node.replace_all_uses_with(node.args[0])
+    _moved_early(module.graph)
     return dead_code(module)
 
 
+def _moved_early(graph: torch.fx.Graph) -> None:
+    """Put the nodes that are marked `early` behind the last of their operands, and behind what wrote into those."""
+    place: dict[Node, tuple[int, int]] = {}
+    held, last = roots(graph), dict[Node, int]()
+    inputs = sum(n.op == "placeholder" for n in graph.nodes)
+    for i, node in enumerate(graph.nodes):
+        operands = node.all_input_nodes
+        after = [place[a][0] for a in operands] + [last[r] for a in operands for r in held[a] if r in last]
+        place[node] = (max([inputs, *after]), i) if "early" in node.meta else (i, i)
+        last |= {r: place[node][0] for a in aliased(node, written=True) for r in held[a]}
+    for node, following in pairwise(sorted(place, key=place.__getitem__)):
+        if node.next is not following:
+            node.append(following)
+
+
 def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
-    """For every node, the nodes whose storage it may share: itself, or what it is a view of."""
+    """For every node, the nodes whose storage its value lies in: itself, or what it is a view of."""
     found: dict[Node, set[Node]] = {}
     for node in graph.nodes:
-        found[node] = {r for a in aliased(node) for r in found[a]} or {node}
+        source = node.args[0] if node.args else None
+        if node.target is not operator.getitem or not isinstance(source, Node):
+            held = {r for a in aliased(node) for r in found[a]}
+        elif source.op == "call_module":
+            held = _returned(graph, source, int(node.args[1]), found)
+        else:
+            held = found[source] - {source}  # one of several new results, or of several views
+        found[node] = held or {node}
     return found
+
+
+def _returned(graph: torch.fx.Graph, call: Node, at: int, found: dict[Node, set[Node]]) -> set[Node]:
+    """The storages of its arguments that a called graph hands back in its result number `at`."""
+    child: Any = graph.owning_module.get_submodule(call.target)  # type: ignore[union-attr, arg-type]
+    inner = roots(child.graph).get(outputs(child.graph)[at], set())
+    given = zip((n for n in child.graph.nodes if n.op == "placeholder"), call.args, strict=True)
+    return {r for n, a in given if n in inner for r in found[a]}  # type: ignore[index]
+
+
+def outputs(graph: torch.fx.Graph) -> list[Any]:
+    """What a graph returns."""
+    (found,) = graph.output_node().args
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def dead_code(module: GraphModule) -> GraphModule:
@@ -114,7 +154,7 @@ def used_placeholders(module: GraphModule) -> list[bool]:
 
 # ---- collectives
 
-STARTS = {
+STARTS: dict[Any, str] = {
     torch.ops._c10d_functional.all_reduce.default: "psum",
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "psum_scatter",
@@ -123,7 +163,7 @@ STARTS = {
     torch.ops.shardlib.permute.default: "ppermute",
 }
 # what only arranges a value's elements anew
-ARRANGE = {
+ARRANGE: set[Any] = {
     *(getattr(torch.ops.aten, name).default for name in "view _unsafe_view permute t clone expand unsqueeze".split()),
     torch.ops.aten.transpose.int,
     torch.ops.aten.squeeze.dim,
@@ -136,6 +176,11 @@ def group(start: Node) -> tuple[str, int]:
     mesh, axes = name.split("/")
     sizes = dict(pair.split("=") for pair in mesh.split(","))
     return name, math.prod(int(sizes[a]) for a in axes.split(","))
+
+
+def arg(node: Node, i: int = 0) -> Any:
+    """One of the arguments of a node's call."""
+    return node.args[i]
 
 
 def positions(graph: torch.fx.Graph) -> dict[Node, int]:
@@ -168,7 +213,7 @@ def arranged(node: Node) -> list[Node]:
     """A node and all that only arranges its value anew, in order."""
     found = [node]
     for n in found:
-        found += [u for u in n.users if u.target in ARRANGE and u.args[0] is n and u not in found]
+        found += [u for u in n.users if u.target in ARRANGE and arg(u) is n and u not in found]
     return found
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, at_rest, positions, written
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, arg, at_rest, positions, written
 
 
 def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
@@ -63,8 +63,8 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
     gathers = []
     for start in graph.nodes:
         if STARTS.get(start.target) == "all_gather" and not pinned & {start, *start.all_input_nodes}:
-            x = start.args[0]
-            operands = x.args[0] if x.target is PACK else [x]
+            x = arg(start)
+            operands = arg(x) if x.target is PACK else [x]
             chains = [at_rest(o) for o in operands]
             if all(c is not None for c in chains):
                 moved = [n for c in chains for n in c or ()] + ([x] if x.target is PACK else []) + [start]

@@ -14,7 +14,7 @@ from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
-from shardlib.graph.nodes import STARTS, group, size_of
+from shardlib.graph.nodes import STARTS, arg, group, size_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "inductor")
@@ -71,12 +71,12 @@ def bytes_sent(op: str, size: int, n: int) -> int:
 
 def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -> Collective:
     op, (name, n) = STARTS[node.target], group(node)
-    size = size_of(node.args[0])
+    size = size_of(arg(node))
     sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
-    said = _origin(node.args[0], paths) or node.name
+    x = arg(node).meta["val"]  # type: ignore[union-attr]
+    said = _origin(arg(node), paths) or node.name
     return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times)
 
 

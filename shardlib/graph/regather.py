@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule, Node
 
-from shardlib.graph.nodes import STARTS, WAIT, arranged, at_rest, dead_code, positions, written
+from shardlib.graph.nodes import STARTS, WAIT, arg, arranged, at_rest, dead_code, positions, written
 
 
 def regather(module: GraphModule) -> GraphModule:
@@ -19,16 +19,16 @@ def regather(module: GraphModule) -> GraphModule:
     """
     graph, pinned = module.graph, written(module.graph)
     order = positions(graph)
-    gathers = [w for w in graph.nodes if w.target is WAIT and STARTS.get(w.args[0].target) == "all_gather"]
-    gathers = [w for w in gathers if "forward" in w.meta and at_rest(w.args[0].args[0]) is not None and w not in pinned]
-    starts = [order[w.args[0]] for w in gathers]
+    gathers = [w for w in graph.nodes if w.target is WAIT and STARTS.get(arg(w).target) == "all_gather"]
+    gathers = [w for w in gathers if "forward" in w.meta and at_rest(arg(arg(w))) is not None and w not in pinned]
+    starts = [order[arg(w)] for w in gathers]
     for wait in gathers:
         family = [n for n in arranged(wait) if "backward" not in n.meta]
         users = [u for n in family for u in n.users if u not in family]
         later = [u for u in users if "backward" in u.meta]
         now = [order[u] for u in users if "backward" not in u.meta]
         if later and now and any(s > max(now) for s in starts):
-            _again([wait.args[0], *family], later, min(later, key=order.__getitem__))
+            _again([arg(wait), *family], later, min(later, key=order.__getitem__))
     return dead_code(module)
 
 

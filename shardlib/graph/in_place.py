@@ -1,0 +1,105 @@
+"""`in_place`: new state is written where the old was, if the caller gave that up."""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from shardlib import fused as fused  # defines the ops
+from shardlib.graph.nodes import arg, dead_code, emit, positions, roots
+
+_ADD, _ADD_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
+
+
+def in_place(module: GraphModule) -> GraphModule:
+    """Let an update write into what nothing reads later: a donated argument, or a value of the program's own.
+
+        u, m2, v2 = adamw(p, g, m, v)
+        p2 = p + u                        ->      adamw_(p, g, m, v)
+        return p2, m2, v2                         return p, m, v
+
+    `p + u` by itself becomes `p.add_(u)`; so does the sum of gradients in the graph of a micro-batch, to which the last
+    one's is given. Saves a second state, and the time to get its memory. The last pass: others need values that stay.
+    """
+    storages = _Storages(module)
+    for node in list(module.graph.nodes):
+        if node.target is _ADAMW:
+            _update(node, storages)
+        elif node.target is _ADD and not node.kwargs and _alike(arg(node), node) and storages.take(node, [arg(node)]):
+            with module.graph.inserting_before(node):
+                new = emit(_ADD_, node.args, node)
+            new.meta |= {k: v for k, v in node.meta.items() if k not in new.meta}
+            node.replace_all_uses_with(arg(new))
+    _give_to_calls(module, storages)
+    return dead_code(module)
+
+
+class _Storages:
+    """Which storages nothing reads any more after a node. Each is taken once."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.order = positions(module.graph)
+        self.roots = roots(module.graph)
+        self.readers: dict[Node, set[Node]] = {}
+        for node, held in self.roots.items():
+            for root in held:
+                self.readers.setdefault(root, set()).update(node.users)
+
+    def take(self, at: Node, values: list[Any], besides: frozenset[Node] | set[Node] = frozenset()) -> bool:
+        """Take the storages of `values`, operands of `at`, if nothing but `besides` reads any of them later."""
+        if not all(self.ends(x, at, besides) for x in values):
+            return False
+        for x in values:
+            del self.readers[x]
+        return True
+
+    def ends(self, x: Any, at: Node, besides: frozenset[Node] | set[Node] = frozenset()) -> bool:
+        """Whether `x` has a storage of its own that the program may write into, and `at` is the last to read it."""
+        if not isinstance(x, Node) or self.roots[x] != {x} or x not in self.readers:
+            return False
+        own = "donated" in x.meta if x.op == "placeholder" else x.op == "call_function"
+        later = (u for u in self.readers[x] if u is not at and u not in besides)
+        return own and at.all_input_nodes.count(x) == 1 and all(self.order[u] < self.order[at] for u in later)
+
+
+def _alike(x: Any, y: Any) -> bool:
+    a, b = (n.meta.get("val") if isinstance(n, Node) else None for n in (x, y))
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.dim() > 0 and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def _update(node: Node, storages: _Storages) -> None:
+    """AdamW where its parameter's only other use is to add the update."""
+    results = {arg(u, 1): u for u in node.users if u.target is getitem}
+    update = results.get(0)
+    sums = list(update.users) if update is not None else []
+    p, _, m, v = node.args[:4]
+    if len(sums) != 1 or sums[0].target is not _ADD or sums[0].args != (p, update) or sums[0].kwargs:
+        return
+    if not all(_alike(x, y) for x, y in ((p, sums[0]), (m, results.get(1)), (v, results.get(2)))):
+        return
+    if not storages.take(node, [p, m, v], {sums[0]}):
+        return
+    with node.graph.inserting_before(node):
+        emit(_ADAMW_, node.args, node)
+    for old, new in ((sums[0], p), (results.get(1), m), (results.get(2), v)):
+        if old is not None:
+            old.replace_all_uses_with(new)  # type: ignore[arg-type]
+
+
+def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
+    """Donate to the called graphs what no caller reads after a call, and write into that."""
+    calls: dict[Any, list[Node]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(node.target, []).append(node)
+    for target, sites in calls.items():
+        child: Any = module.get_submodule(target)
+        inputs = [n for n in child.graph.nodes if n.op == "placeholder"]
+        for i, placeholder in enumerate(inputs):
+            if all(storages.ends(site.args[i], site) for site in sites):
+                placeholder.meta["donated"] = True
+        module.set_submodule(target, in_place(child))
