@@ -1,0 +1,52 @@
+"""Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root, `ip` and `tc`."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace, the interface of the link in it, and its address."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """What to put before a command that is to run there."""
+        return ["ip", "netns", "exec", self.namespace]
+
+
+HOSTS = tuple(Host(f"shardlib{i}", f"slveth{i}", f"10.99.7.{i}") for i in (1, 2))
+
+
+def _run(command: str, check: bool = True) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if check and done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()} (root, and a kernel with veth and tbf, are needed)")
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
+    """The hosts, while inside; each sends at most `rate` (`1gbit`), shaped by a token bucket of 1 MB."""
+    a, b = HOSTS
+    for host in HOSTS:
+        _run(f"ip netns del {host.namespace}", check=False)
+    try:
+        for host in HOSTS:
+            _run(f"ip netns add {host.namespace}")
+        _run(f"ip link add {a.interface} netns {a.namespace} type veth peer name {b.interface} netns {b.namespace}")
+        for host in HOSTS:
+            inside = f"ip -n {host.namespace}"
+            _run(f"{inside} addr add {host.address}/24 dev {host.interface}")
+            _run(f"{inside} link set lo up")
+            _run(f"{inside} link set {host.interface} up")
+            shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst 1mb latency 50ms"
+            _run(f"{' '.join(host.prefix)} {shape}")
+        yield a, b
+    finally:
+        for host in HOSTS:
+            _run(f"ip netns del {host.namespace}", check=False)
