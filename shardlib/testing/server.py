@@ -121,14 +121,15 @@ def _pickled(body: Callable[[int], Any]) -> bytes:
 
 
 def _unpickled(sent: bytes) -> Callable[[int], Any]:
-    modules, (sys.path[:], directory, environment, dtype, generator), body = pickle.loads(sent)
+    modules, (sys.path[:], directory, environment, dtype, generator), function = pickle.loads(sent)
     sys.meta_path.insert(0, _Found(modules))
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    body = pickle.loads(function)  # imports modules, which may draw numbers
     torch.set_default_dtype(dtype)
     torch.set_rng_state(generator)
-    return pickle.loads(body)
+    return body
 
 
 def _set_and_register(set_: Callable[[type, Any], Any], cls: type, state: Any) -> None:
