@@ -102,7 +102,7 @@ def _pickled(body: Callable[[int], Any]) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             if obj is MISSING:
                 return "MISSING"  # of dataclasses, by name: it is compared by identity
-            reduced = super().reducer_override(obj)
+            reduced: Any = super().reducer_override(obj)
             if is_pytree_class(obj) and isinstance(reduced, tuple):  # by value; the last item sets its attributes
                 return *reduced[:-1], functools.partial(_set_and_register, reduced[-1])
             return reduced
