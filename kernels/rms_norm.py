@@ -1,4 +1,4 @@
-"""RMSNorm over the last dim, forward and backward: plain reference, Triton body, registration as opaque ops.
+"""RMSNorm over the last dim, forward and backward: reference, CPU kernels, Triton bodies, registration as opaque ops.
 
 `y = x / sqrt(mean(x^2) + eps) * scale`, computed in float32 (float64 for float64) and rounded once, at the end
 (Zhang and Sennrich 2019, arXiv:1910.07467; rounding as `torch.nn.functional.rms_norm`). Neither op has an autograd
@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from shardlib.kernels.rounding import compute_dtype
 
 
 def reference(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,10 +31,26 @@ def reference_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tu
     return dx.to(x.dtype).contiguous(), dscale.to(scale.dtype)
 
 
-rms_norm = torch.library.custom_op("shardlib::rms_norm", reference, mutates_args=(), device_types="cpu")
-rms_norm_backward = torch.library.custom_op(
-    "shardlib::rms_norm_backward", reference_backward, mutates_args=(), device_types="cpu"
-)
+@torch.library.custom_op("shardlib::rms_norm", mutates_args=(), device_types="cpu")
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`reference` with fewer passes over memory."""
+    wide = compute_dtype(x)
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = torch.mul(x, rstd[..., None]).mul_(scale)
+    return y.to(x.dtype).contiguous(), rstd.contiguous()
+
+
+@torch.library.custom_op("shardlib::rms_norm_backward", mutates_args=(), device_types="cpu")
+def rms_norm_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference_backward` with fewer passes: both sums are products of dy * x with a vector."""
+    n, wide = x.shape[-1], rstd.dtype
+    rows, dy, r, weight = x.reshape(-1, n).to(wide), dy.reshape(-1, n).to(wide), rstd.reshape(-1, 1), scale.to(wide)
+    product = dy * rows
+    along = (product @ weight)[:, None] * r.pow(3) / n
+    dscale = (r.T @ product).view(n)
+    dx = torch.mul(dy, weight, out=product).mul_(r).addcmul_(rows, along, value=-1)
+    return dx.view(x.shape).to(x.dtype), dscale.to(scale.dtype)
 
 
 @rms_norm.register_fake
@@ -52,19 +66,11 @@ def _(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tenso
 try:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+    from shardlib.kernels.rounding import rounded  # pyright: ignore[reportAttributeAccessIssue]
 except ImportError:
-    pass  # without Triton the reference is all there is
+    pass  # without Triton there is the CPU
 else:
-
-    @triton.jit
-    def rounded(x, dtype: tl.constexpr):
-        """x in dtype, to nearest even. Triton's interpreter truncates float32 to bfloat16, so that is done in bits."""
-        if dtype == tl.bfloat16:
-            bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            x = tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
-        return x.to(dtype)
-
     # One row per turn, whole in registers: N is the length of the row, BLOCK the next power of two.
     @triton.jit
     def forward_body(X, Scale, Y, Rstd, N: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
@@ -78,31 +84,40 @@ else:
         tl.store(Rstd + row, rstd)
         tl.store(Y + row * N + col, rounded(x * rstd * scale, Y.dtype.element_ty), mask=inside)
 
-    # Each program takes every `programs`-th row and keeps its own sum for dscale: no atomics, the same bits every time.
+    # Each program takes every `programs`-th row, TURNS of them, and keeps its own sum for dscale: no atomics, the same
+    # bits every time. (A loop up to a tensor fails in the interpreter of Triton 3.6 with numpy 2.4.)
     @triton.jit
-    def backward_body(DY, X, Scale, Rstd, DX, Partial, rows, programs, N: tl.constexpr, BLOCK: tl.constexpr):
-        program = tl.program_id(0)
+    def backward_body(
+        DY, X, Scale, Rstd, DX, Partial, rows, programs, TURNS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        program = tl.program_id(0).to(tl.int64)
         col = tl.arange(0, BLOCK)
         inside = col < N
         wide = Rstd.dtype.element_ty
         scale = tl.load(Scale + col, mask=inside, other=0).to(wide)
         dscale = tl.zeros((BLOCK,), wide)
-        for r in range(program, rows, programs):
-            row = tl.cast(r, tl.int64)
-            rstd = tl.load(Rstd + row)
-            unit = tl.load(X + row * N + col, mask=inside, other=0).to(wide) * rstd
-            dy = tl.load(DY + row * N + col, mask=inside, other=0).to(wide)
+        for turn in range(TURNS):
+            row = program + turn * programs
+            at = row * N + col
+            there = inside & (at < tl.cast(rows, tl.int64) * N)
+            rstd = tl.load(Rstd + tl.minimum(row, rows - 1))
+            unit = tl.load(X + at, mask=there, other=0).to(wide) * rstd
+            dy = tl.load(DY + at, mask=there, other=0).to(wide)
             dunit = dy * scale
             dx = rstd * (dunit - unit * (tl.sum(dunit * unit) / N))
-            tl.store(DX + row * N + col, rounded(dx, DX.dtype.element_ty), mask=inside)
+            tl.store(DX + at, rounded(dx, DX.dtype.element_ty), mask=there)
             dscale += dy * unit
-        tl.store(Partial + program.to(tl.int64) * N + col, dscale, mask=inside)
+        tl.store(Partial + program * N + col, dscale, mask=inside)
+
+    def blocks(n: int) -> dict[str, int]:
+        """How a row of n is laid over threads."""
+        block = triton.next_power_of_2(n)
+        return dict(BLOCK=block, num_warps=min(16, max(1, block // 512)))
 
     def launch(body: Any, programs: int, n: int, *operands: Tensor | int, **constants: float) -> None:
-        block = triton.next_power_of_2(n)
-        warps = min(16, max(1, block // 512))
-        # Fusion is stated because its default differs between Triton versions.
-        body[(programs,)](*operands, N=n, BLOCK=block, num_warps=warps, enable_fp_fusion=True, **constants)
+        if programs:
+            # Fusion is stated because its default differs between Triton versions.
+            body[(programs,)](*operands, N=n, **blocks(n), enable_fp_fusion=True, **constants)
 
     @rms_norm.register_kernel("cuda")
     def triton_forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -116,5 +131,6 @@ else:
         dy, x, scale, rstd = dy.contiguous(), x.contiguous(), scale.contiguous(), rstd.contiguous()
         rows, n, programs = rstd.numel(), x.shape[-1], min(rstd.numel(), 512)
         dx, partial = torch.empty_like(x), rstd.new_empty(programs, n)
-        launch(backward_body, programs, n, dy, x, scale, rstd, dx, partial, rows, programs)
+        turns = triton.cdiv(rows, max(programs, 1))
+        launch(backward_body, programs, n, dy, x, scale, rstd, dx, partial, rows, programs, TURNS=turns)
         return dx, partial.sum(0).to(scale.dtype)

@@ -7,6 +7,7 @@ per device        shard_map typeof assume
 collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pbroadcast
                   ragged_all_to_all pvary pending axis_size axis_index
 local, by pattern einsum rearrange reduce embed token_loss dropout iota
+one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
 compiled          jit: .lower(*args).collectives(), .traces
@@ -44,6 +45,7 @@ from shardlib.errors import RankError as RankError
 from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
+from shardlib.fused import rms_norm as rms_norm
 from shardlib.jit import jit as jit
 from shardlib.mean import Mean as Mean
 from shardlib.mesh import Mesh as Mesh

@@ -14,7 +14,7 @@ from shardlib.analysis import Analysis, analyse, leaf_meta
 from shardlib.array import Array
 from shardlib.autodiff import Aux, GradFn, aux_of, aux_tree
 from shardlib.errors import SpecError
-from shardlib.graph.trace import called, meta
+from shardlib.graph.trace import called, early, meta, noted
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Part, once, part_of, places
@@ -157,9 +157,10 @@ def entering(params: Any, axes: Sequence[str]) -> Any:
 def accumulated(
     grad_fn: GradFn, plan: Plan, params: Any, pieces: Sequence[Any], key: Any, extra: Any, seeds: Sequence[Tensor]
 ) -> tuple[list[Tensor], Aux, Any]:
-    """Totals, `Aux` and gradients of what is trained (as `plan.sums` says, in float32 or wider) of all `plan.pieces`.
+    """Totals, `Aux` and gradients of what is trained (cut as `plan.sums` says) of all `plan.pieces`.
 
-    While a program is traced the micro-batch is one graph that is called once for each.
+    Gradients of several micro-batches add up in float32 or wider; those of one stay in the parameters' dtype. While a
+    program is traced the micro-batch is one graph that is called once for each.
     """
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
@@ -171,15 +172,17 @@ def accumulated(
                 f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
                 "checked: what changes from step to step comes in as a tensor, in the batch or in extra"
             )
-        with padding_allowed():
-            grads = tree.map_(lambda g, s: move(wide(g), s), grads, plan.sums)
-            grads = grads if acc is None else tree.map_(_accumulate, acc, grads)
-        return [t.total for t in mean.terms], aux_tree(aux), grads
+        with padding_allowed(), early():  # each gradient is reduced as soon as backward has made it
+            if acc is None:
+                grads = tree.map_(move, grads, plan.sums)
+            else:
+                grads = tree.map_(lambda a, g, s: _accumulate(a, move(wide(g), s)), acc, grads, plan.sums)
+        return [t.total for t in mean.terms], aux_tree(aux), noted("gradients", grads)
 
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = tree.map_(_blank, plan.trained.take(params), plan.sums), [], []
+    grads, all_totals, all_aux = noted("gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)), [], []
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)

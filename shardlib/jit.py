@@ -215,6 +215,9 @@ class Jitted:
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
         for node, x in zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors, strict=True):
             node.meta["path"] = where[id(x)]
+        ends = zip(kept[0], tree.paths(tree.unflatten(kept[1], kept[0])), strict=True)
+        paths = {r.position: path for r, path in reversed(list(ends)) if r.position >= 0}
+        module.graph.output_node().meta["paths"] = [paths[i] for i in range(len(paths))]
         return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
 
 

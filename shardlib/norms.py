@@ -83,6 +83,7 @@ def scaled_to(values: Any, norm: Tensor, largest: float) -> Any:
     factor = torch.where(norm < largest, torch.ones_like(norm), largest / norm)
 
     def one(x: Tensor) -> Tensor:
-        return settle(x * factor.to(x.dtype), leaf_of(x, "clip"))
+        wide = torch.promote_types(x.dtype, torch.float32)  # the factor of a 16-bit leaf is not rounded
+        return settle((x.to(wide) * factor.to(wide)).to(x.dtype), leaf_of(x, "clip"))
 
     return tree.map_(one, values)

@@ -12,6 +12,7 @@ from shardlib import random, tree
 from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves
 from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
+from shardlib.graph.trace import early
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
@@ -74,7 +75,8 @@ def step(
             grads = grads if clip is None else scaled_to(grads, norm, clip)
             old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
-            new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
+            with early():  # leaf by leaf, rather than after all updates
+                new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         opt = same_leaves("the optimizer", opt, state.opt)

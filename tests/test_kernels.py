@@ -1,5 +1,9 @@
-"""Kernels: the ops against their references and float64, the fakes, the Triton bodies where Triton is, the wheel."""
+"""Kernels: the ops against their references and float64, the fakes, the wheel; where Triton is, the Triton bodies:
+interpreted, compiled ahead of time, on a GPU."""
 
+import contextlib
+import io
+import json
 import os
 import shutil
 import subprocess
@@ -9,37 +13,26 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks import gpu
+from benchmarks import kernels as compiler
+from benchmarks.kernel_checks import (
+    DTYPES,
+    EPS,
+    SHAPES,
+    assert_rounded_once,
+    buffers,
+    check_first_update,
+    check_triton,
+    check_triton_adamw,
+    in_float64,
+    operands,
+)
+from shardlib.kernels import adamw
 from shardlib.kernels import rms_norm as kernel
 
 ROOT = Path(__file__).parents[1]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(3, 5, 96), (4, 128), (1, 1), (0, 8), (7,)]
-EPS = 1e-5
-
-
-def operands(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x and scale."""
-    make = torch.Generator().manual_seed(0)
-    dy, x = (torch.randn(shape, generator=make, dtype=torch.float64).to(device, dtype) for _ in range(2))
-    return dy, x, (torch.rand(shape[-1], generator=make, dtype=torch.float64) + 0.5).to(device, dtype)
-
-
-def in_float64(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dscale by torch's own RMSNorm and autograd."""
-    x, scale = x.double().requires_grad_(), scale.double().requires_grad_()
-    y = F.rms_norm(x, x.shape[-1:], scale, EPS)
-    dx, dscale = torch.autograd.grad(y, (x, scale), dy.double())
-    return y.detach(), dx, dscale
-
-
-def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
-    """As close to the exact value as its dtype can be, but for the last bits of the computation in float32."""
-    unit = torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), exact, rtol=unit, atol=8 * min(unit, 1.2e-7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,10 +41,10 @@ def test_cpu_op_equals_reference_and_float64(shape, dtype):
     dy, x, scale = operands(shape, dtype)
     y, rstd = torch.ops.shardlib.rms_norm(x, scale, EPS)
     dx, dscale = torch.ops.shardlib.rms_norm_backward(dy, x, scale, rstd)
-    for got, plain in zip((y, rstd), kernel.reference(x, scale, EPS), strict=True):
-        assert torch.equal(got, plain)
-    for got, plain in zip((dx, dscale), kernel.reference_backward(dy, x, scale, rstd), strict=True):
-        assert torch.equal(got, plain)
+    assert rstd.dtype == kernel.compute_dtype(x) and rstd.shape == shape[:-1]
+    plain = (*kernel.reference(x, scale, EPS), *kernel.reference_backward(dy, x, scale, rstd))
+    for got, said in zip((y, rstd, dx, dscale), plain, strict=True):
+        assert_rounded_once(got, said.double())
     for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
         assert got.dtype == dtype
         assert_rounded_once(got, exact)
@@ -75,6 +68,8 @@ def test_registration(shape):
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(kernel.rms_norm, (x, scale, EPS), test_utils=checks)
         torch.library.opcheck(kernel.rms_norm_backward, (dy, x, scale, rstd), test_utils=checks)
+        for op in (adamw.adamw, adamw.adamw_):
+            torch.library.opcheck(op, buffers(shape, dtype), test_utils=checks)
 
 
 def test_trace_keeps_each_op_whole():
@@ -87,20 +82,14 @@ def test_trace_keeps_each_op_whole():
     assert ops == ["shardlib.rms_norm.default", "shardlib.rms_norm_backward.default"]
 
 
-def check_triton(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    dy, x, scale = operands(shape, dtype, device)
-    y, rstd = kernel.triton_forward(x, scale, EPS)
-    dx, dscale = kernel.triton_backward(dy, x, scale, rstd)
-    for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
-        assert got.dtype == dtype
-        assert_rounded_once(got, exact)
+needs_triton = pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
 
 
-@pytest.mark.skipif(not hasattr(kernel, "triton_forward"), reason="Triton is not installed")
+@needs_triton
 def test_triton_in_its_interpreter():
     """In a process of its own: Triton reads TRITON_INTERPRET where a body is decorated."""
-    program = "import test_kernels as t; [t.check_triton(s, d, 'cpu') for s in t.SHAPES for d in t.DTYPES]"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    program = "from benchmarks.kernel_checks import check; check('cpu')"
+    path = os.pathsep.join([str(ROOT), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -111,6 +100,46 @@ def test_triton_in_its_interpreter():
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 1024), (3, 5000)], ids=str)
 def test_triton_on_a_gpu(shape, dtype):
     check_triton(shape, dtype, "cuda")
+    check_triton_adamw(shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_first_update_on_a_gpu():
+    check_first_update("cuda")
+
+
+@needs_triton
+def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
+    """For sm_80 and sm_90, without a GPU; in a process of its own, where bodies are not interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.kernels", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {(r["kernel"], r["target"]) for r in rows} == {
+        (c.name, f"sm_{t}") for c in compiler.cases() for t in compiler.TARGETS
+    }
+    assert {r["kernel"].split()[0] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw", "adamw_"}
+    assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
+
+
+def test_gpu_benchmark_runs_on_the_cpu():
+    """All of `make gpu` but the GPU, at sizes of nothing; its last line is JSON."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert gpu.main(["--device", "cpu", "--tiny", "--json"]) == 0
+    lines = said.getvalue().splitlines()
+    rows = json.loads(lines[-1])["rows"]
+    assert len(lines) == len(rows) + 3 and all(line.count("|") == len(gpu.COLUMNS) + 1 for line in lines[:-1])
+    assert {r["what"] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw_", "train step, graph"}
+    assert all(r["shardlib"] > 0 for r in rows)
+    assert all(r["torch"] and r["compiled"] for r in rows if r["unit"] == "GB/s" and r["dtype"] == "float32")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_benchmark_says_that_there_is_no_gpu(capsys):
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err == "benchmarks.gpu: no CUDA device here (torch.cuda.is_available() is False)\n"
 
 
 def test_wheel_holds_the_kernels(tmp_path):

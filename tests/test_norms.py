@@ -114,6 +114,19 @@ def test_one_sum_for_each_set_of_axes_on_every_rank() -> None:
     assert len(seen) == 5 and all(s == {"dp=2,tp=2/dp": 1, "dp=2,tp=2/dp,tp": 1} for s in seen)
 
 
+def test_clipping_16_bit_leaves_rounds_once() -> None:
+    def body(g: Tensor) -> Any:
+        return scaled_to(g, torch.full((), 3.0), 1.0)
+
+    with sl.make_mesh(dp=1, simulate=True):
+        g = sl.shard(torch.tensor([5.0, 7.0], dtype=torch.bfloat16), "n")
+        found = sl.gather(sl.shard_map(body, in_specs=None, out_specs=None)(g))
+    wanted = torch.tensor(
+        [5 / 3, 7 / 3]
+    ).bfloat16()  # a third rounded to 16 bits gives 1.6719 for the first, not 1.6641
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("bad", (math.nan, math.inf))
 def test_what_is_not_finite_shows(bad: float) -> None:
     for at in range(4):

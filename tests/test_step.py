@@ -252,6 +252,50 @@ def test_sixteen_bit_parameters_have_masters():
             assert state.params["v"].local(0).item() == seen[-1]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("count, dtype", [(1, torch.bfloat16), (2, torch.float32)])
+def test_gradients_of_one_micro_batch_keep_the_dtype_of_the_parameters(stage: int, count: int, dtype: torch.dtype):
+    seen = []
+
+    def update(grads, state, params):
+        seen.append(grads["w"].dtype)
+        return tree.map_(torch.zeros_like, grads), state
+
+    def loss(w, batch):
+        return sl.Mean.of("batch/dp n", (batch["x"] * sl.gather(w["w"], "dp")).float() ** 2)
+
+    x, w = torch.arange(1, 81.0).view(8, 10).bfloat16(), torch.linspace(0.1, 1, 10).bfloat16()
+    with mesh(dp=2):
+        optimizer = sl.optim.Optimizer(lambda params: None, update)
+        step = sl.step(loss, optimizer, layout=sl.zero({"w": "n/dp"}, stage=stage), accumulate=count)
+        _, metrics = step(step.init(entered({"w": (w, "n/dp")})), entered({"x": (x, "batch/dp n")}))
+    g = 2 * w.float() * (x.float() ** 2).mean(0) / 10
+    assert metrics["grad_norm"] == pytest.approx(g.norm().item(), rel=1e-2)
+    assert set(seen) == {dtype}
+
+
+def test_updates_that_were_written_into_through_a_view_are_applied_as_written():
+    """Parameters are updated leaf by leaf in a program, as soon as an update is there: not before it is complete."""
+
+    def update(grads, state, params):
+        updates = tree.map_(lambda g: g * -1.0, grads)
+        for u in tree.leaves(updates):
+            u.view(-1).mul_(3.0)
+        return updates, state
+
+    def loss(w, batch):
+        return sl.Mean.of("batch/dp n", batch["x"] * sl.gather(w["w"], "dp"))
+
+    with mesh(dp=2):
+        step = sl.step(loss, sl.optim.Optimizer(lambda params: None, update), layout=sl.zero({"w": "n/dp"}, stage=3))
+        state, batch = (
+            step.init(entered({"w": (torch.zeros(4), "n/dp")})),
+            entered({"x": (torch.ones(2, 4), "batch/dp n")}),
+        )
+        for run in (step, sl.jit(step)):
+            assert sl.gather(run(state, batch)[0].params)["w"].tolist() == [-0.75] * 4
+
+
 # ---- micro-batches
 
 

@@ -6,15 +6,17 @@ A graph is the same on all ranks: groups are names, the rank enters as a value.
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -166,6 +168,31 @@ def _emit(mode: Any, here: Region, target: str, args: list[Tensor], results: lis
     return [m.label(here, x) for m, x in zip(results, fakes, strict=True)]
 
 
+# ---- notes on nodes
+
+
+def noted(kind: str, values: Any) -> Any:
+    """`values`; while a program is traced, its nodes know that they hold `kind` (memory.py counts by it)."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        for proxy in map(mode.tracer.unwrap_proxy, tree.leaves(values)):
+            if isinstance(proxy, Proxy):
+                proxy.node.meta["kind"] = kind
+    return values
+
+
+@contextmanager
+def early() -> Iterator[None]:
+    """While a program is traced: what is computed inside stands in it as soon as its operands are there."""
+    mode = get_proxy_mode()
+    graph = None if mode is None else mode.tracer.graph
+    before = set() if graph is None else set(graph.nodes)
+    yield
+    for node in () if graph is None else graph.nodes:
+        if node not in before:
+            node.meta["early"] = True
+
+
 # ---- cleaning
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -186,7 +213,7 @@ def _nodes(arg: Any) -> list[Node]:
     return [a for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, Node)]
 
 
-def _aliased(node: Node, written: bool = False) -> list[Node]:
+def aliased(node: Node, written: bool = False) -> list[Node]:
     """The arguments that a call's result may share memory with, or with `written` those that it writes into."""
     if node.target is operator.getitem:
         return [] if written else _nodes(node.args[0])
@@ -216,15 +243,33 @@ def clean(module: GraphModule) -> GraphModule:
                     isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
                 )
             if same:
+                if "kind" in node.meta:
+                    node.args[0].meta.setdefault("kind", node.meta["kind"])
                 node.replace_all_uses_with(node.args[0])
+    _moved_early(module.graph)
     return dead_code(module)
+
+
+def _moved_early(graph: torch.fx.Graph) -> None:
+    """Put the nodes that `early` marked behind the last of their operands, and behind what wrote into those."""
+    place: dict[Node, tuple[int, int]] = {}
+    roots, written = _roots(graph), dict[Node, int]()
+    inputs = sum(n.op == "placeholder" for n in graph.nodes)
+    for i, node in enumerate(graph.nodes):
+        operands = node.all_input_nodes
+        after = [place[a][0] for a in operands] + [written[r] for a in operands for r in roots[a] if r in written]
+        place[node] = (max([inputs, *after]), i) if "early" in node.meta else (i, i)
+        written |= {r: place[node][0] for a in aliased(node, written=True) for r in roots[a]}
+    for node, following in pairwise(sorted(place, key=place.__getitem__)):
+        if node.next is not following:
+            node.append(following)
 
 
 def _roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
     """For every node, the nodes whose storage it may share: itself, or what it is a view of."""
     roots: dict[Node, set[Node]] = {}
     for node in graph.nodes:
-        roots[node] = {r for a in _aliased(node) for r in roots[a]} or {node}
+        roots[node] = {r for a in aliased(node) for r in roots[a]} or {node}
     return roots
 
 
@@ -232,7 +277,7 @@ def dead_code(module: GraphModule) -> GraphModule:
     """Remove every node that no output needs. A write in place is needed where its storage is."""
     graph = module.graph
     roots = _roots(graph)
-    writes = [(n, {r for a in into for r in roots[a]}) for n in graph.nodes if (into := _aliased(n, written=True))]
+    writes = [(n, {r for a in into for r in roots[a]}) for n in graph.nodes if (into := aliased(n, written=True))]
     needed: set[Node] = set()
     stack = [n for n in graph.nodes if n.op in ("output", "placeholder")]
     while stack:

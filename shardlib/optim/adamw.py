@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shardlib import tree
+from shardlib import fused, tree
 from shardlib.optim.base import Optimizer, chosen, counter, masters, wide, zeros32
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
@@ -43,22 +42,15 @@ def adamw(
         return AdamWState(count=zero, mu=mu, nu=nu, master=masters(params), lr=rate(zero))
 
     def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
-        step, t = rate(state.count), (state.count + 1).to(torch.float64)
-        scalars = (step, 1 - b1**t, 1 - b2**t)
+        step, count = rate(state.count), state.count + 1
         flat, treedef = tree.flatten(params)
-        mu_flat = tree.leaves(state.mu)
-        by_dtype = {d: [x.to(d) for x in scalars] for d in dict.fromkeys(m.dtype for m in mu_flat)}
-        decays = tree.leaves(chosen(mask, params))
+        leaves = zip(flat, *map(tree.leaves, (grads, state.mu, state.nu, chosen(mask, params))), strict=True)
         held = iter(tree.leaves(state.master))
         updates, mus, nus, kept = [], [], [], []
-        for p, g, m, v, decay in zip(flat, tree.leaves(grads), mu_flat, tree.leaves(state.nu), decays, strict=True):
-            alpha, fix1, fix2 = by_dtype[m.dtype]  # a 0-d leaf would take the scalars' float64
-            g = g.to(m.dtype)
-            m = b1 * m + (1 - b1) * g
-            v = b2 * v + (1 - b2) * g * g
-            u = (m / fix1) / ((v / fix2).sqrt() + eps)
+        for p, g, m, v, decay in leaves:
             own = next(held) if p.dtype != wide(p.dtype) else p
-            u = -alpha * (u + weight_decay * own if decay and weight_decay else u)
+            rate_of_decay = weight_decay if decay else 0.0
+            u, m, v = fused.adamw(own, g, m, v, lr=step, count=count, b1=b1, b2=b2, eps=eps, weight_decay=rate_of_decay)
             if own is not p:
                 kept.append(own + u)
                 u = kept[-1] - p.to(own.dtype)
@@ -66,7 +58,7 @@ def adamw(
             mus.append(m)
             nus.append(v)
         new = AdamWState(
-            count=state.count + 1,
+            count=count,
             mu=tree.unflatten(treedef, mus),
             nu=tree.unflatten(treedef, nus),
             master=tree.unflatten(tree.flatten(state.master)[1], kept),

@@ -1,0 +1,82 @@
+"""What every Triton body compiles to, without a GPU: registers and spills on sm_80 and sm_90, for the usual sizes.
+
+python -m benchmarks.kernels [--json]
+"""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TARGETS = (80, 90)
+WIDTHS = (1024, 4096, 8192)
+
+
+class Case(NamedTuple):
+    """A body and one way to call it: types of its operands, then its constants."""
+
+    name: str
+    body: Any
+    operands: str
+    constants: dict[str, Any]
+    warps: int
+
+
+def cases() -> Iterator[Case]:
+    """Every body of `kernels/`, in bfloat16 with float32 inside, and AdamW in float32, too."""
+    from shardlib.kernels import adamw, rms_norm
+
+    for n in WIDTHS:
+        layout = rms_norm.blocks(n)
+        warps, sizes = layout["num_warps"], dict(N=n, BLOCK=layout["BLOCK"])
+        forward, backward = "*bf16 *bf16 *bf16 *fp32", "*bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32"
+        yield Case(f"rms_norm {n}", rms_norm.forward_body, forward, sizes | dict(EPS=1e-6), warps)
+        yield Case(f"rms_norm_backward {n}", rms_norm.backward_body, backward, sizes | dict(TURNS=16), warps)
+    hyper = dict(B1=0.9, B2=0.999, LOG_B1=math.log(0.9), LOG_B2=math.log(0.999), EPS=1e-8, DECAY=0.1)
+    for p, whole in (("fp32", False), ("fp32", True), ("bf16", True)):
+        kinds = f"*{p} *{p} *fp32 *fp32 *fp64 *i64 *{p if whole else 'fp32'} *fp32 *fp32 i32"
+        constants = hyper | dict(WHOLE=whole, BLOCK=adamw.BLOCK)
+        yield Case(f"adamw{'_' * whole} {p}", adamw.body, kinds, constants, adamw.WARPS)
+
+
+def compiled(case: Case, target: int) -> dict[str, int]:
+    """Registers per thread, and bytes of them that spill to memory."""
+    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    names, kinds = case.body.arg_names, case.operands.split()
+    constants = {(names.index(k),): v for k, v in case.constants.items()}
+    signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(case.constants, "constexpr")
+    divisible = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind[0] == "*"}
+    source = ASTSource(case.body, signature, constants, divisible)
+    options = dict(num_warps=case.warps, enable_fp_fusion=True)
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", said))
+    return dict(registers=int(found["REG"]), spilled=int(found["STACK"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = [dict(kernel=c.name, target=f"sm_{t}", **compiled(c, t)) for c in cases() for t in TARGETS]
+    print("| kernel | target | registers | bytes spilled |\n|---|---|---:|---:|")
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Functions that are one node of a graph and one kernel: Triton's on CUDA, torch's own on the CPU.
+
+Each is an opaque op (kernels/) and here gets what an op lacks: a derivative of any order, vmap, checks. Types need no
+rule: `Insert` treats it as any function that is not linear.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack  # how many transforms are forward mode
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardlib.errors import SpecError
+from shardlib.kernels import adamw as _adamw
+from shardlib.kernels import rms_norm as _rms_norm
+from shardlib.types import short
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dim, computed in float32 or wider and rounded once.
+
+    x (..., n), any float dtype; scale (n). The result is like x. No operand may be pending; the last dim is
+    whole, not split. Zhang and Sennrich 2019 (arXiv:1910.07467), as `torch.nn.functional.rms_norm`. Derivatives
+    of second order and forward mode are plain torch ops. Raises `SpecError`.
+    """
+    if has_torch_function((x, scale)):  # function modes, so that `Insert` sees it as one function
+        return handle_torch_function(rms_norm, (x, scale), x, scale, eps)
+    if not x.dim() or not x.shape[-1] or scale.shape != x.shape[-1:] or not _floats(x, scale):
+        raise SpecError(
+            f"rms_norm takes x (..., n) and scale (n), floats with n > 0; found {short(x)} and {short(scale)}"
+        )
+    if [i.key() for i in get_interpreter_stack() or ()].count(TransformType.Jvp) > 1:
+        raise SpecError("rms_norm: torch loses terms of Functions where forward mode is nested; use jacrev for one")
+    return _RmsNorm.apply(x, scale, eps)[0]  # type: ignore[index]
+
+
+def adamw(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    lr: Tensor,
+    count: Tensor,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One AdamW update of a buffer: (update, new m, new v), in the dtype of m; the new parameters are `p + update`.
+
+    p, g, m, v: any one shape; p and g of any float dtypes, m and v float32 or float64. `lr` and `count` (of the updates
+    with this one) are 0-d tensors, whose values a traced step does not keep. Raises `SpecError`.
+    """
+    _check_adamw("adamw", p, g, m, v, lr, count)
+    return _adamw.adamw(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
+
+
+def adamw_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    lr: Tensor,
+    count: Tensor,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    """`adamw` in place: p (rounded once), m and v become the new ones, bit for bit. m and v are contiguous."""
+    _check_adamw("adamw_", p, g, m, v, lr, count)
+    if not (m.is_contiguous() and v.is_contiguous()):
+        raise SpecError("adamw_ writes m and v in one pass over memory: make them contiguous")
+    _adamw.adamw_(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
+
+
+def _floats(*tensors: Tensor) -> bool:
+    return all(x.is_floating_point() for x in tensors)
+
+
+def _check_adamw(name: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, count: Tensor) -> None:
+    wide = m.dtype == v.dtype and m.dtype in (torch.float32, torch.float64)
+    if not (p.shape == g.shape == m.shape == v.shape and wide and _floats(p, g)):
+        raise SpecError(
+            f"{name} takes p, g, m, v of one shape, floats, m and v both float32 or float64; found "
+            + ", ".join(map(short, (p, g, m, v)))
+        )
+    if lr.dim() or count.dim() or not lr.is_floating_point() or count.is_floating_point():
+        raise SpecError(
+            f"{name} takes lr, a float, and count, an integer, as 0-d tensors; found {short(lr)}, {short(count)}"
+        )
+
+
+# ---- derivatives of rms_norm
+
+
+def _value(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain ops, to be differentiated again."""
+    return _rms_norm.reference(x, scale, eps)[0]
+
+
+def _pulled(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(dx, dscale) in plain ops, as functions of all three."""
+    return _rms_norm.reference_backward(dy, x, scale, _rms_norm.reference(x, scale, eps)[1])
+
+
+def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Any:
+    """The forward derivative, as the transpose of the transpose: torch nests `vjp`, not `jvp`."""
+    out, pull = torch.func.vjp(f, *primals)  # type: ignore[misc]
+    many = isinstance(out, tuple)
+    zeros = tuple(torch.zeros_like(y) for y in (out if many else (out,)))
+    transpose = torch.func.vjp(lambda *g: pull(g if many else g[0]), *zeros)[1]
+    pushed = transpose(tangents)
+    return pushed if many else pushed[0]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """(x, scale, eps) -> (y, rstd)."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return _rms_norm.rms_norm(x, scale, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, scale, ctx.eps = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, scale, output[1])
+        ctx.save_for_forward(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, scale, rstd = ctx.saved_tensors
+        dx, dscale = _Gradient.apply(dy, x, scale, rstd, ctx.eps)  # type: ignore[misc]
+        return dx, dscale, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        x, scale = ctx.saved_tensors
+        ty = _pushed(partial(_value, eps=ctx.eps), (x, scale), _or_zeros(tangents, (x, scale)))
+        return ty, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, scale: Tensor, eps: float) -> Any:
+        if in_dims[1] is None:  # rows of x are alone anyhow
+            return _RmsNorm.apply(x.movedim(in_dims[0] or 0, 0), scale, eps), (0, 0)
+        f = partial(_rms_norm.reference, eps=eps)
+        return torch.func.vmap(f, in_dims[:2])(x, scale), (0, 0)
+
+
+class _Gradient(torch.autograd.Function):
+    """(dy, x, scale, rstd, eps) -> (dx, dscale)."""
+
+    @staticmethod
+    def forward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor, eps: float) -> Any:  # type: ignore[override]
+        return _rms_norm.rms_norm_backward(dy, x, scale, rstd)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *primals, _, ctx.eps = inputs
+        ctx.save_for_backward(*primals)
+        ctx.save_for_forward(*primals)
+
+    @staticmethod
+    def backward(ctx: Any, *duals: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *torch.func.vjp(partial(_pulled, eps=ctx.eps), *ctx.saved_tensors)[1](duals), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        primals = ctx.saved_tensors
+        return _pushed(partial(_pulled, eps=ctx.eps), primals, _or_zeros(tangents, primals))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        f = partial(_pulled, eps=args[4])  # dscale is a sum of each sample
+        return torch.func.vmap(f, in_dims[:3])(*args[:3]), (0, 0)
+
+
+def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))

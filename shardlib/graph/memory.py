@@ -1,0 +1,158 @@
+"""What a program keeps alive: the bytes of parameters, gradients, optimizer state and the rest at every node.
+
+A storage lives from the node that makes it to the last one that reads it or a view of it, as the generated code frees
+values. What an op allocates for itself while it runs is not seen, nor is fragmentation.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from shardlib.graph.trace import aliased
+
+_BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
+_COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
+_COPIES = frozenset("clone constant_pad_nd cat own_slice".split())
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Point:
+    """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
+    (gathered, sliced), `gradients`, `optimizer` and `other`."""
+
+    graph: str
+    node: str
+    bytes: Counter[str]
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return self.bytes.total()
+
+    @property
+    def state(self) -> int:
+        """The bytes of parameters, gradients and optimizer state."""
+        return sum(self.bytes[k] for k in ("parameters", "gradients", "optimizer"))
+
+
+def alive(module: GraphModule, donated: Collection[int] = ()) -> list[Point]:
+    """The points of a jitted program in order, those of a called graph at each call.
+
+    `donated`: the arguments whose memory is given up, as `jit` takes them; other inputs stay to the end.
+    """
+    paths = [n.meta.get("path", "") for n in _inputs(module.graph)]
+    gone = [p.split(".")[0] in map(str, donated) for p in paths]
+    return list(_Graph(module, "step", [_of_path(p) for p in paths]).points(Counter(), gone))
+
+
+def _of_path(path: str) -> str:
+    """The kind of an argument's or a result's leaf: `0.params.w` holds a parameter."""
+    return _BY_FIELD.get(path.split(".")[1] if "." in path else "", "other")
+
+
+def _inputs(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    (found,) = graph.output_node().args
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+class _Graph:
+    """One graph: which storages every node's value lies in, known by the nodes that made them, and what those hold.
+    `kinds`: what the inputs do."""
+
+    def __init__(self, module: GraphModule, name: str, kinds: Sequence[str]) -> None:
+        self.graph, self.name = module.graph, name
+        self.inputs, self.results = _inputs(self.graph), _outputs(self.graph)
+        self.kinds: dict[Node, str] = dict(zip(self.inputs, kinds, strict=True))
+        self.roots: dict[Node, set[Node]] = {}
+        self.called: dict[Node, _Graph] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_module":
+                child = module.get_submodule(node.target)
+                assert isinstance(child, GraphModule)
+                self.called[node] = _Graph(child, str(node.target), [self.kind(a) for a in node.args])
+            self.roots[node] = self._lies_in(node) or {node}
+            self.kinds.setdefault(node, self._holds(node))
+            if "kind" in node.meta:
+                self.kinds |= {root: node.meta["kind"] for root in self.roots[node]}
+        paths = self.graph.output_node().meta.get("paths", [""] * len(self.results))
+        for result, path in zip(self.results, paths, strict=True):
+            for root in self.roots.get(result, ()):
+                if self.kinds[root] == "other":
+                    self.kinds[root] = _of_path(path)
+
+    def kind(self, node: Any) -> str:
+        """What a node's value is."""
+        found = {self.kinds[r] for r in self.roots[node]} - {"other"}
+        return found.pop() if len(found) == 1 else "other"
+
+    def _lies_in(self, node: Node) -> set[Node]:
+        """The storages of others that a node's value lies in; none where it is its own."""
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(source, Node):
+            if source in self.called:
+                return self._returned(source, int(node.args[1]))  # type: ignore[arg-type]
+            return self.roots[source] - {source}  # one of several new results, or of several views
+        sources = [source] if node.target is _wait and isinstance(source, Node) else aliased(node)
+        return {r for a in sources for r in self.roots[a]}
+
+    def _returned(self, call: Node, at: int) -> set[Node]:
+        """The storages of its arguments that a called graph hands back as its result number `at`."""
+        child = self.called[call]
+        given = dict(zip(child.inputs, call.args, strict=True))
+        found = child.roots.get(child.results[at], set())
+        return {r for i in found if i in given for r in self.roots[given[i]]}  # type: ignore[index]
+
+    def _holds(self, node: Node) -> str:
+        """The kind of a new storage, if nothing else is said: that of what it is a copy of."""
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem and source in self.called:
+            child = self.called[source]
+            return child.kind(child.results[int(node.args[1])])  # type: ignore[arg-type]
+        schema = getattr(node.target, "_schema", None)
+        space, _, op = schema.name.partition("::") if schema else ("", "", "")
+        if op in _COPIES or space == "_c10d_functional":
+            found = {_COPIED.get(self.kind(a), "other") for a in node.all_input_nodes}
+            return found.pop() if len(found) == 1 else "other"
+        return "other"
+
+    def points(self, base: Counter[str], donated: Sequence[bool] = ()) -> Iterator[Point]:
+        """Every point, `base` being alive besides. `donated`: for each input whether it goes with its last use; none
+        is given for a called graph, whose inputs are in `base`."""
+        last: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            for used in (node, *node.all_input_nodes):
+                last |= {root: node for root in self.roots[used]}
+        given_up = {n for n, gone in zip(self.inputs, donated, strict=False) if gone}
+        dying: dict[Node, list[Node]] = {}
+        for root, node in last.items():
+            if root.op != "placeholder" or root in given_up:
+                dying.setdefault(node, []).append(root)
+        now = base.copy()
+        for node in self.inputs if donated else ():
+            now[self.kinds[node]] += _size(node)
+        for node in self.graph.nodes:
+            if node in self.called:
+                yield from self.called[node].points(now)
+            if node.op != "placeholder":
+                if self.roots[node] == {node}:
+                    now[self.kinds[node]] += _size(node)
+                yield Point(self.name, node.name, now.copy())
+            for root in dying.get(node, ()):
+                now[self.kinds[root]] -= _size(root)
+
+
+def _size(node: Node) -> int:
+    """The bytes of the storage of a node's value; none of several values, which count by themselves."""
+    value = node.meta.get("val")
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
