@@ -474,6 +474,27 @@ def test_the_server_outlives_its_ranks_and_is_replaced() -> None:
     assert over_server(1, lambda rank: os.getppid()) != server
 
 
+def test_an_interrupted_call_ends_its_ranks_and_leaves_no_answer(tmp_path: Path) -> None:
+    def hangs(rank: int) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        over_server(1, lambda rank: None)
+        signal.setitimer(signal.ITIMER_REAL, 3)
+        with pytest.raises(KeyboardInterrupt):
+            over_server(1, hangs, seconds=600)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert over_server(1, lambda rank: "next") == ["next"]
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
 def test_the_server_ends_with_its_parent_and_leaves_no_files(tmp_path: Path) -> None:
     """Its output is that of its parent, which is killed: both are gone when the output ends."""
     program = """if True:

@@ -28,20 +28,25 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; children start none before
             for p in children:
                 p.start()
-        deadline = time.monotonic() + seconds
-        for p in children:
-            p.join(max(0.0, deadline - time.monotonic()))
-            if p.exitcode != 0:
-                deadline = min(deadline, time.monotonic() + 2)  # the others wait for a rank that failed or is late
-        said = {}
-        for r, p in enumerate(children):
-            if p.is_alive():
+        try:
+            deadline = time.monotonic() + seconds
+            for p in children:
+                p.join(max(0.0, deadline - time.monotonic()))
+                if p.exitcode != 0:
+                    deadline = min(deadline, time.monotonic() + 2)  # the others wait for a rank that failed or is late
+            said = {}
+            for r, p in enumerate(children):
+                if p.is_alive():
+                    p.kill()
+                    p.join()
+                    said[r] = f"was not done after {seconds} s, or waited for a rank that failed"
+                elif p.exitcode:
+                    told = Path(folder, f"error{r}")
+                    said[r] = told.read_text() if told.exists() else f"died with exit code {p.exitcode}"
+        finally:  # none stays behind an interrupt
+            for p in children:
                 p.kill()
                 p.join()
-                said[r] = f"was not done after {seconds} s, or waited for a rank that failed"
-            elif p.exitcode:
-                told = Path(folder, f"error{r}")
-                said[r] = told.read_text() if told.exists() else f"died with exit code {p.exitcode}"
         if said:
             raise AssertionError("\n".join(f"rank {r} of {n} {text}" for r, text in said.items()))
         return [Path(folder, f"result{r}").read_bytes() for r in range(n)]

@@ -5,10 +5,12 @@ at the first backward, without a GPU too where something was traced before it.
 """
 
 import atexit
+import contextlib
 import functools
 import io
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,12 +36,13 @@ def served(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
     ImportError without cloudpickle, and TypeError where `body` holds what cannot be pickled.
     """
     sent = _pickled(body)
-    server = _server(os.getpid())
+    pipe, server = _server(os.getpid())
     try:
-        server.send((n, sent, seconds))
-        error, results = server.recv()
+        pipe.send((n, sent, seconds))
+        error, results = pipe.recv()
     except BaseException as error:
-        server.close()  # its answer to this call would be taken for that to the next
+        pipe.close()  # the answer to this call would be taken for that to the next
+        server.send_signal(signal.SIGINT)
         _server.cache_clear()
         if isinstance(error, (EOFError, OSError)):
             raise RuntimeError("the process that forks the ranks has died; the next call starts another") from error
@@ -50,8 +53,8 @@ def served(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
 
 
 @functools.lru_cache(1)
-def _server(pid: int) -> Connection:
-    """A pipe to the server of this process, whose id is `pid` (its forks have their own), until the pipe is closed."""
+def _server(pid: int) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """The server of this process, whose id is `pid` (its forks have their own); it ends when its pipe is closed."""
     ours, theirs = Pipe()
     fd = theirs.fileno()
     server = subprocess.Popen([sys.executable, "-c", _START.format(path=sys.path, fd=fd)], pass_fds=[fd])
@@ -63,7 +66,7 @@ def _server(pid: int) -> Connection:
             server.wait()
 
     atexit.register(end)
-    return ours
+    return ours, server
 
 
 def serve(fd: int) -> None:
@@ -75,16 +78,14 @@ def serve(fd: int) -> None:
         parent.close()  # only so does the parent see it when the server dies
         return _unpickled(sent)(rank)
 
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone, or wants no answer
+        while True:
             n, sent, seconds = parent.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            answer = None, forks(n, body, seconds)
-        except AssertionError as error:
-            answer = str(error), None
-        parent.send(answer)
+            try:
+                answer = None, forks(n, body, seconds)
+            except AssertionError as error:
+                answer = str(error), None
+            parent.send(answer)
 
 
 # ---- functions on their way
