@@ -456,45 +456,6 @@ def test_the_server_runs_what_forks_run(tmp_path: Path, monkeypatch: pytest.Monk
         assert type(found[0][1]) is Told
 
 
-def test_the_server_outlives_its_ranks_and_is_replaced() -> None:
-    def fails(rank: int) -> None:
-        if rank == 2:
-            raise KeyError("lost")
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 3 died with exit code -9\n.*rank 2 .*KeyError: 'lost'"):
-        over_server(3, fails)
-    with pytest.raises(AssertionError, match=r"rank 0 of 1 was not done after 0\.1 s"):
-        over_server(1, lambda rank: time.sleep(60), seconds=0.1)
-    server = over_server(1, lambda rank: os.getppid())
-    assert server == over_server(1, lambda rank: os.getppid()) != [os.getpid()]
-    with pytest.raises(RuntimeError, match="the process that forks the ranks has died; the next call starts another"):
-        over_server(1, lambda rank: os.kill(os.getppid(), signal.SIGKILL))
-    assert over_server(1, lambda rank: os.getppid()) != server
-
-
-def test_an_interrupted_call_ends_its_ranks_and_leaves_no_answer(tmp_path: Path) -> None:
-    def hangs(rank: int) -> None:
-        (tmp_path / "pid").write_text(str(os.getpid()))
-        time.sleep(600)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        over_server(1, lambda rank: None)
-        signal.setitimer(signal.ITIMER_REAL, 3)
-        with pytest.raises(KeyboardInterrupt):
-            over_server(1, hangs, seconds=600)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert over_server(1, lambda rank: "next") == ["next"]
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
-
-
 def test_the_server_ends_with_its_parent_and_leaves_no_files(tmp_path: Path) -> None:
     """Its output is that of its parent, which is killed: both are gone when the output ends."""
     program = """if True:
@@ -518,3 +479,35 @@ def test_what_cannot_be_sent_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match="built for GPUs need cloudpickle: pip install cloudpickle"):
         served(1, abs, 60)
+
+
+def test_the_server_outlives_its_ranks_and_is_replaced(tmp_path: Path) -> None:
+    def fails(rank: int) -> None:
+        if rank == 2:
+            raise KeyError("lost")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hangs(rank: int) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        os.kill(here, signal.SIGUSR1)
+        time.sleep(600)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 3 died with exit code -9\n.*rank 2 .*KeyError: 'lost'"):
+        over_server(3, fails)
+    with pytest.raises(AssertionError, match=r"rank 0 of 1 was not done after 0\.1 s"):
+        over_server(1, lambda rank: time.sleep(60), seconds=0.1)
+    server, here = over_server(1, lambda rank: os.getppid()), os.getpid()
+    assert server == over_server(1, lambda rank: os.getppid()) != [here]
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        over_server(1, hangs, seconds=600)
+    signal.signal(signal.SIGUSR1, before)
+    assert over_server(1, lambda rank: os.getppid()) != server  # nor the answer that is not wanted any more
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    with pytest.raises(RuntimeError, match="the process that forks the ranks has died; the next call starts another"):
+        over_server(1, lambda rank: os.kill(os.getppid(), signal.SIGKILL))
