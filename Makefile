@@ -34,7 +34,7 @@ types: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	sed -e "s/^torch==.*/torch==$(TORCH)/" $(if $(filter $(PINNED),$(TORCH)),,-e "/^triton==/d") \
+	sed -e "s/^torch==.*/torch==$(TORCH)/" $(if $(filter $(PINNED),$(TORCH)),,-e "/^setuptools==/d") \
 		constraints.txt > .venv/constraints.txt
 	$(BIN)/pip install -q -c .venv/constraints.txt -e ".[dev]"
 	rm -f .venv/installed-torch-*

@@ -9,17 +9,13 @@ loss to an eager run on one rank. Exits with 1 where one is above 1e-7. On the C
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import shardlib as sl
 from examples import gpt
@@ -34,8 +30,8 @@ MOST = {  # (dp, tp): the ZeRO stages that are run, for each way; all of them, -
 }
 QUICK = {(1, 1): ("", "0", "", ""), (2, 2): ("3", "3", "3", "")}
 VOCAB, ROWS, SEQ = 32, 8, 16
+HOURS = 4 * 3600.0
 SIZES = gpt.sizes(vocab=VOCAB, layers=2, model=16, heads=4)
-FORK = multiprocessing.get_context("fork")  # no second import of torch
 
 
 class Run(NamedTuple):
@@ -64,40 +60,19 @@ class Run(NamedTuple):
         return torch.stack(losses).tolist()
 
 
-def in_processes(runs: Sequence[Run], steps: int) -> list[list[float]]:
-    """The curves of runs with equally many ranks, each rank a fork of this process, with gloo between them."""
-    if not runs:
-        return []
-    world = runs[0].dp * runs[0].tp
-    with tempfile.TemporaryDirectory() as folder:
-        reader, writer = FORK.Pipe(duplex=False)
-        ranks = [FORK.Process(target=_rank, args=(r, world, folder, writer, runs, steps)) for r in range(world)]
-        for rank in ranks:
-            rank.start()
-        writer.close()
-        try:
-            return reader.recv()
-        finally:
-            for rank in ranks:
-                rank.join()
-
-
-def _rank(rank: int, world: int, folder: str, writer: Any, runs: Sequence[Run], steps: int) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
-    curves = [run.curve(steps) for run in runs]
-    if rank == 0:
-        writer.send(curves)
-    dist.destroy_process_group()
-
-
 def curves(runs: Sequence[Run], steps: int) -> dict[Run, list[float]]:
-    """Every run's curve. Simulated runs share the cores; runs in processes take turns."""
+    """Every run's curve. Simulated runs share the cores; runs in processes take turns, each rank a process."""
     simulated = [run for run in runs if run.way.startswith("simulated")]
-    with FORK.Pool(os.cpu_count()) as pool:
-        out = dict(zip(simulated, pool.starmap(Run.curve, [(run, steps) for run in simulated], 1), strict=True))
-    for one in (True, False):
-        group = [run for run in runs if run not in out and (run.dp * run.tp == 1) == one]
-        out |= zip(group, in_processes(group, steps), strict=True)
+    cores = os.cpu_count() or 1
+    shares = [simulated[core::cores] for core in range(cores)]
+    found = sl.testing.forked(cores, lambda core: [run.curve(steps) for run in shares[core]], seconds=HOURS)
+    out = {
+        run: curve for share, made in zip(shares, found, strict=True) for run, curve in zip(share, made, strict=True)
+    }
+    for world in sorted({run.dp * run.tp for run in runs if run not in out}):
+        group = [run for run in runs if run not in out and run.dp * run.tp == world]
+        made = sl.testing.ranks(world, seconds=HOURS)(lambda group=group: [run.curve(steps) for run in group])()
+        out |= zip(group, made[0], strict=True)
     return out
 
 
@@ -114,7 +89,6 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
     began, steps, chosen = time.perf_counter(), 4 if args.quick else 20, QUICK if args.quick else MOST
     first = Run(1, 1, 0, "simulated, eager")

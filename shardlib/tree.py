@@ -102,7 +102,11 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 @dataclass_transform(frozen_default=True, field_specifiers=(spec, stack, static, dataclasses.field))
 def pytree(cls: C) -> C:
     """Make `cls` a frozen dataclass that is a pytree: its fields are children, `static()` fields are structure."""
-    cls = dataclass(frozen=True, eq=False)(cls)  # type: ignore[assignment]
+    return registered(dataclass(frozen=True, eq=False)(cls))  # type: ignore[return-value]
+
+
+def registered(cls: C) -> C:
+    """The second half of `pytree`: what a class that came from another process still needs there."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if f.metadata.get(_KEY) != "static")
     statics = tuple(f.name for f in fields if f.metadata.get(_KEY) == "static")

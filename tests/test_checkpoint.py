@@ -478,13 +478,14 @@ def test_train_state_restores_under_other_meshes_and_stages(trained: Any, axes: 
 
 def test_six_steps_are_three_and_three(trained: Any, tmp_path: Path) -> None:
     """The second three from the save, and from what four processes with ZeRO-1 made of it."""
+    saved = trained[0]
 
     def run() -> str:
         with sl.make_mesh(dp=2, tp=2):
             step = trainer(1)
-            return str(sl.save(tmp_path, sl.restore(trained[0], sl.abstract(lambda: start(step)))))
+            return str(sl.save(tmp_path, sl.restore(saved, sl.abstract(lambda: start(step)))))
 
-    paths = {trained[0], *map(Path, on_ranks(4, run))}
+    paths = {saved, *map(Path, on_ranks(4, run))}
     assert len(paths) == 2
     with simulated(dp=2, tp=2):
         step = trainer(3)
@@ -543,7 +544,7 @@ def test_keep_and_replace(tmp_path: Path) -> None:
         assert save(123456789, 1, keep=1) == ["step-123456789"]
 
 
-def test_an_error_on_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
     write = FileSystemWriter.write_data
 
     def full(self: Any, plan: Any, planner: Any) -> Any:
@@ -551,11 +552,10 @@ def test_an_error_on_one_rank_reaches_all(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(28, "No space left on device")
         return write(self, plan, planner)
 
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
-
     def run() -> Any:
         rank = dist.get_rank()
-        with sl.make_mesh(dp=4):
+        with sl.make_mesh(dp=4), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FileSystemWriter, "write_data", full)
             state = sl.shard({"a": torch.arange(8.0), "b": torch.ones(())}, {"a": "n/dp", "b": ""})
             with pytest.raises(sl.RankError) as error:
                 sl.save(tmp_path / "full", state, step=1)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_the_step_is_printed_as_it_is() -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(re.findall(r"\]\((docs/\w+\.md)\)", README.read_text()))
     assert linked == {f"docs/{page.name}" for page in PAGES}
+
+
+def test_the_page_of_all_names_is_of_today() -> None:
+    """`python docs/make_api.py` writes it."""
+    written = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["page"]()
+    assert (ROOT / "docs" / "api.md").read_text() == written
 
 
 def public(module: Any) -> set[str]:

@@ -36,7 +36,15 @@ LAYERS = [
     ["analysis", "accumulate"],
     ["show"],  # tables for people
     ["step"],
-    ["testing.forks", "testing.compare", "testing.functions", "testing.steps", "testing.optimizers"],
+    [
+        "testing.forks",
+        "testing.server",
+        "testing.launch",
+        "testing.compare",
+        "testing.functions",
+        "testing.steps",
+        "testing.optimizers",
+    ],
 ]
 ORDER = [name for layer in LAYERS for name in layer]
 
@@ -155,7 +163,9 @@ def test_rules_of_style(module):
         where = f"{module}:{getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Attribute):
             assert "hook" not in node.attr or not node.attr.startswith("register_"), f"{where}: no hooks"
-            reads = module == "mesh" or dotted(node) not in ("os.environ", "os.getenv")
-            assert reads or module.startswith("cli."), f"{where}: only the mesh and the launcher read the environment"
+            reads = module in ("mesh", "testing.server") or dotted(node) not in ("os.environ", "os.getenv")
+            assert reads or module.startswith("cli."), (
+                f"{where}: only the mesh, the server and the launcher read the environment"
+            )
         for target in node.targets if isinstance(node, ast.Assign) else ():
             assert not dotted(target).startswith("torch."), f"{where}: no assignment into torch"
