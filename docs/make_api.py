@@ -33,7 +33,7 @@ def signature(name: str, x: Any) -> str:
             said.append("*")
         starred |= p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        plain = isinstance(p.default, (int, float, str, tuple)) or p.default is None
+        plain = p.default in ((), None) or isinstance(p.default, (int, float, str))
         default = "" if p.default is p.empty else f"={p.default!r}" if plain else "=..."
         said.append(f"{stars}{p.name}{default}")
     return f"{name}({', '.join(said)})"

@@ -10,13 +10,14 @@ local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
-compiled          jit: .lower(*args).collectives(), .traces
+compiled          jit: .lower(*args).collectives(), .memory(), .traces; passes
 files             save latest restore compare
 testing           testing.check check_loss check_optimizer meshes ranks collectives
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
 
 from shardlib import optim as optim
+from shardlib import passes as passes
 from shardlib import random as random
 from shardlib import testing as testing
 from shardlib.array import Array as Array

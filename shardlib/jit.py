@@ -14,6 +14,7 @@ from shardlib import tree
 from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.gloo import for_gloo
+from shardlib.graph.memory import Point, alive
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
@@ -55,6 +56,10 @@ class Lowered:
     def collectives(self) -> list[Collective]:
         """Every collective with its name, op, axis and the bytes each rank sends."""
         return collectives(self.module)
+
+    def memory(self) -> Point:
+        """The moment when most is alive on a rank: bytes of parameters, gradients, optimizer state and the rest."""
+        return max(alive(self.module), key=lambda point: point.total)
 
     def as_text(self) -> str:
         """The graphs as Python source."""
@@ -320,12 +325,13 @@ def jit(
     several times. All ranks have the same program. On a simulated mesh the ranks run it in lockstep, and what types
     call equal is compared. Attributes of `f` (`init`) stay; a line on stderr says what led to another trace.
 
-    `.lower(*args)` gives the program without running it (`Lowered`): `.collectives()` lists what it sends, `.as_text()`
-    its source; `.traces` holds the programs made so far.
+    `.lower(*args)` gives the program without running it (`Lowered`): `.collectives()` lists what it sends, `.memory()`
+    what it keeps, `.as_text()` its source; `.traces` holds the programs made so far.
 
-    `donate_argnums`: arguments whose memory the call takes over; they cannot be used again. `static_argnums`: hashable
-    arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or `"inductor"`. Raises
-    `SpecError` for Python that looks at a tensor's value.
+    `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
+    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or
+    `"inductor"`. `passes`: functions from graph to graph, in order (`sl.passes.default`; `[]`: the program as written).
+    Raises `SpecError` for Python that looks at a tensor's value.
     """
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")

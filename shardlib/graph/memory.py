@@ -43,10 +43,11 @@ class Point:
 def alive(module: GraphModule, donated: Collection[int] = ()) -> list[Point]:
     """The points of a jitted program in order, those of a called graph at each call.
 
-    `donated`: the arguments whose memory is given up, as `jit` takes them; other inputs stay to the end.
+    `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end.
     """
     paths = [n.meta.get("path", "") for n in _inputs(module.graph)]
-    gone = [p.split(".")[0] in map(str, donated) for p in paths]
+    given = ("donated" in n.meta for n in _inputs(module.graph))
+    gone = [g or p.split(".")[0] in map(str, donated) for g, p in zip(given, paths, strict=True)]
     return list(_Graph(module, "step", [_of_path(p) for p in paths]).points(Counter(), gone))
 
 

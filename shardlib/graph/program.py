@@ -22,7 +22,11 @@ BACKENDS = ("graph", "inductor")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program. `bytes`: what each rank sends for it, by the usual ring algorithms."""
+    """One collective of a program: the inputs that it moves (or its node), the op over an axis, the operand.
+
+    `bytes`: what each rank sends for it, by the usual ring algorithms. `part`: `forward`, `backward` or `remat` where
+    it belongs to a derivative. `times`: how often a step makes it, `graph` being called so often.
+    """
 
     name: str
     op: str
@@ -32,6 +36,7 @@ class Collective:
     bytes: int
     graph: str
     times: int = 1
+    part: str = ""
 
     @property
     def scalar(self) -> bool:
@@ -77,7 +82,8 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
     said = _origin(arg(node), paths) or node.name
-    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times)
+    part = next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
+    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part)
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
