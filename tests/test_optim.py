@@ -148,7 +148,7 @@ def test_by_path_gives_each_leaf_its_optimizer(jit):
     one, other = optim.adamw(0.1, weight_decay=0.5, mask="w"), optim.sgd(0.2, momentum=0.9)
     both = optim.by_path({("w", "e"): one, lambda path, spec: len(spec.dims) < 2: other})
     (params, state), metrics = trained(both, jit=jit)
-    (a, _), (b, _) = trained(optim.adamw(0.1, weight_decay=0.5, mask="w"))[0], trained(other)[0]
+    (a, _), (b, _) = trained(optim.adamw(0.1, weight_decay=0.5, mask="w"), jit=jit)[0], trained(other, jit=jit)[0]
     assert all(torch.equal(params[k], (a if k in "we" else b)[k]) for k in params)
     assert metrics["lr"].item() == 0.1 and state[1].lr.item() == 0.2
     assert tree.paths((state[0].mu, state[1].trace)) == ["0.e", "0.w", "1.b", "1.s"]

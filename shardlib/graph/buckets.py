@@ -105,7 +105,7 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
     gather, scatter = (STARTS[first.target] == op for op in ("all_gather", "psum_scatter"))
     for start in b.starts if b.early else ():
         for node in at_rest(arg(start)) or ():
-            if order[node] > order[anchor]:
+            if order.get(node, 0) > order[anchor]:
                 anchor.prepend(node)
     after = last.next  # where it is not early, what was made of earlier results moves here
     with first.graph.inserting_before(anchor):
@@ -118,7 +118,7 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
         for (old, new), family in zip(results, families, strict=True):
             old.replace_all_uses_with(new)
             for node in family if not b.early else ():
-                if order[node] < order[last]:
+                if order.get(node, sys.maxsize) < order[last]:  # what other buckets made stands later
                     after.prepend(node)
 
 
