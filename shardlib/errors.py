@@ -52,8 +52,8 @@ def pointed() -> Iterator[None]:
     except Exception as e:
         lines = [f for f in traceback.extract_tb(e.__traceback__) if _users(f.filename)]
         if lines and not _placed(e):
-            said = [f"{f.filename}:{f.lineno}, in {f.name}: {f.line}" for f in lines[:-3:-1]]
-            e.add_note("  at " + "\n  called from ".join(said))
+            said = dict.fromkeys(f"{f.filename}:{f.lineno}, in {f.name}: {f.line}" for f in reversed(lines))
+            e.add_note("  at " + "\n  called from ".join([*said][:2]))
         raise
 
 

@@ -83,20 +83,23 @@ def check_operand(
         raise failure(text, _span(spec), what)
     spec, kind = spec.expand(x.dim()), here.type_of(x)
     _check_piece(here, spec, x, text)
-    for axis, letter in zip(here.mesh.shape, kind, strict=True) if here.typed else ():
+
+    def is_() -> str:
         equal = f", equal over {axis}" if letter == "I" and kind != here.invariant else ""
-        is_ = f"the value is {short(x)} {words(here, kind)}{equal}"
+        return f"the value is {short(x)} {words(here, kind)}{equal}"
+
+    for axis, letter in zip(here.mesh.shape, kind, strict=True) if here.typed else ():
         if axis in spec.split and letter != "V":
             dim = next(d for d in spec.dims if axis in d.axes)
             mend = _MEND["sum" if letter == "P" else "split"].format(a=axis)
-            raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, {is_}", mend)
+            raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, {is_()}", mend)
         if axis in spec.pending and letter in "IR":
-            what = f"`+{axis}` says a sum over `{axis}` is still to be made, but none waits: {is_}"
+            what = f"`+{axis}` says a sum over `{axis}` is still to be made, but none waits: {is_()}"
             note = f"it has been made already, or there never was one: leave `+{axis}` out, and the op that makes it"
             raise failure(text, _span(spec), what, note)
         if axes is not None and axis in axes and axis not in spec.axes and letter in "VP":
             mend = _MEND["sum"].format(a=axis) if letter == "P" else _made_equal(here, spec, x, axis)
-            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_}", mend)
+            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_()}", mend)
     here.refuse_padded(f"`{text}`", x)
     bind(here, spec, x, text, {} if local is None else local)
     return spec

@@ -315,7 +315,7 @@ def parse_pattern(text: str, inputs: int | None = None, outputs: int | None = 1)
     arrow = text.find("->")
     if arrow < 0:
         what = "a pattern says how a value is split before and after, `before -> after`; this one has no `->`"
-        given = re.split(r"\+", text)[0].strip()
+        given = text.split("+")[0].strip()
         note = f"write `-> {given}`" if "+" in text and "," not in text else "write `->` and how the result is split"
         raise SpecError(f"{what}\n{caret(text, len(text), len(text) + 1, note)}")
     if text.find("->", arrow + 2) >= 0:

@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "divided by": (lambda x, w, p, k: w / p, f"div: the divisor is {STILL}: x / "),
     "one over": (lambda x, w, p, k: 1 / p, "rdiv: the divisor is .*psum the divisor"),
     "floor": (lambda x, w, p, k: p // 2, "is not linear"),
-    "rounded": (lambda x, w, p, k: torch.div(p, 2, rounding_mode="floor"), "div: "),
+    "rounded": (lambda x, w, p, k: torch.div(p, 2, rounding_mode="floor"), "div of .* it is not linear"),
     "linear with a bias": (lambda x, w, p, k: F.linear(p, w.diag(), w), f"linear: {STILL} gets a bias once per rank"),
     "power": (lambda x, w, p, k: p**2, f"pow of {STILL}"),
     "softmax": (lambda x, w, p, k: p.softmax(-1), f"softmax of {STILL}"),
