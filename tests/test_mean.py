@@ -146,8 +146,8 @@ ERRORS: dict[str, tuple[Any, str]] = {
         r"holds 1 of its 2: the value is a piece of `b/dp s`\n.*\n +\^ write `q/dp` wherever it stands",
     ),
     "wrong axis of a result": (
-        lambda x: sl.Mean.of("b/tp s", x * 1),
-        "`b/tp` says split over `tp`, the value is .* varying over dp, equal over tp",
+        lambda x: sl.Mean.of("b/tp s", sl.psum(x, "dp")),
+        "`b/tp` says split over `tp`, the value is .* equal on all ranks",
     ),
     "wrong axis": (
         lambda x: sl.Mean.of("b/tp s", x),
