@@ -259,15 +259,25 @@ def micro_batches(batch: Any, accumulate: int | None, microbatch: int | None, me
             "none has a name: sl.shard(batch, 'batch/dp ...')"
         )
     dim = first.spec.dims[0]
-    n, asked = accumulate or 0, f"accumulate={accumulate}"
+    n, asked = accumulate or 0, "accumulate" if microbatch is None else "microbatch"
+    said = f"accumulate={accumulate} cuts the rows of each rank into {accumulate} equal parts"
     if microbatch is not None:
-        here, asked = first.shape[0] // mesh.size(dim.axes), f"microbatch={microbatch}"
+        here = first.shape[0] // mesh.size(dim.axes)
+        said = f"microbatch={microbatch} cuts the rows of each rank into parts of {microbatch}"
         n = here // microbatch if microbatch > 0 and here % microbatch == 0 else 0
     for path, leaf in zip(tree.paths(batch), tree.leaves(batch), strict=True):
         for d, rows in zip(leaf.spec.dims, leaf.shape, strict=True) if isinstance(leaf, Array) else ():
-            each, left = divmod(rows, mesh.size(d.axes))
+            ways = mesh.size(d.axes)
+            each, left = divmod(rows, ways)
             if d.name == dim.name and (n < 1 or left or each % n):
-                raise SpecError(f"step: {asked} does not fit `{d}` of `batch.{path}`: {rows} rows, {each} on each rank")
+                at, least = f"`batch.{path}`" if path else "the batch", max(1, accumulate or microbatch or 1)
+                of = f" over {ways} ranks" if left else f", {each} on each rank of {'/'.join(d.axes)}" * bool(d.axes)
+                near = sorted((k for k in range(1, each + 1) if not each % k), key=lambda k: abs(k - least))[:2]
+                take = f"{asked}={' or '.join(map(str, sorted(near)))}, or " if near and not left else ""
+                raise SpecError(
+                    f"step: {said}, but {at} (`{d}`) has {rows} rows{of}.\n"
+                    f"  Take {take}a number of rows that is a multiple of {least * ways}"
+                )
     return (dim, n) if n > 1 else (None, 1)
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.autodiff import GradFn, aux_tree
-from shardlib.errors import SpecError, listing
+from shardlib.errors import SpecError, defined, listing
 from shardlib.graph.nodes import sliced, used_placeholders
 from shardlib.graph.trace import Meta, typed
 from shardlib.mesh import Mesh
@@ -92,8 +92,12 @@ def analyse(
     reads = used_placeholders(weights)
     uses = zip(tree.paths(trees[0]), reads, trained.sources, strict=False)
     culprits = [path for path, read, source in uses if read and source is not None]
-    if culprits:
-        raise SpecError(
-            f"{name}: the weight of the loss depends on parameters ({listing(culprits)}); it may count data alone"
-        )
+    with defined(grad_fn.f):
+        if culprits:
+            which = f" ({listing(culprits)})" * any(culprits)
+            raise SpecError(
+                f"{name}: the weight of the loss depends on parameters{which}: a weight says how much each element "
+                "counts, and comes from the batch alone.\n"
+                "  For a learned factor multiply the value: sl.Mean.of(spec, x * s)"
+            )
     return Analysis(tuple(axes), kept[0], any(reads[sum(counts[:3]) : sum(counts[:4])]), weights, results[n : 2 * n])

@@ -16,7 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 
 from shardlib import collectives as c
 from shardlib import tree
-from shardlib.errors import SpecError
+from shardlib.errors import SpecError, defined
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
@@ -44,7 +44,8 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
     if not isinstance(value, Mean):
         said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise SpecError(
-            f"a loss returns a Mean, an invariant or a pending scalar, or one of them with an Aux; found {said}"
+            f"a loss is one number, found {said}.\n  Return sl.Mean.of('batch/dp ...', x), or a 0-d tensor that is "
+            "equal on all ranks or pending; with metrics: return loss, sl.Aux({'name': ...})"
         )
     here = region()
     value = Mean._of_terms(tuple(replace(t, total=_shared(here, t.total)) for t in value.terms))
@@ -53,15 +54,23 @@ def parts_of_loss(out: Any) -> tuple[Mean, Aux]:
             bad = here.axes_of(here.type_of(x), "V")
             if bad:
                 raise SpecError(
-                    f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine.\n"
-                    f"  Mean.of('... dim/{bad[0]}', x), or sl.pending(x, '{bad[0]}') of the total and of its count for "
-                    "sums over ranks (a number as weight counts once), or sl.pmean for a mean. (Where a plain torch op "
-                    f"contracted a dimension split over `{bad[0]}`, its sum is missing: sl.einsum writes it, psum "
-                    "makes it)"
+                    f"the {what} of the loss is {here.describe(x)}: say how the ranks of `{bad[0]}` combine."
+                    + _combining(what, bad[0])
+                    + f"\n  where a plain torch op summed over a dimension split over `{bad[0]}`: write that op as "
+                    f"sl.einsum or sl.reduce with `+{bad[0]}`, then psum it"
                 )
     for name, x in (aux.metrics or {}).items():
         _check_metric(here, name, x)
     return value, aux
+
+
+def _combining(name: str, axis: str) -> str:
+    """How a number that differs by rank becomes one."""
+    return (
+        f"\n  the mean of all elements: sl.Mean.of('batch/{axis} ...', x), x before it is summed"
+        f"\n  the sum of the ranks' numbers: sl.pending({name}, '{axis}')"
+        f"\n  the mean of the ranks' numbers: sl.pmean({name}, '{axis}')"
+    )
 
 
 def _shared(here: Region, total: Tensor) -> Tensor:
@@ -79,11 +88,12 @@ def _check_metric(here: Region, name: str, x: Any) -> None:
         raise SpecError(f"metric `{name}`: step gives one of that name; give yours another")
     for term in x.terms if isinstance(x, Mean) else (x,):
         for y in (term.total, term.weight) if isinstance(x, Mean) else (term,):
-            if not isinstance(y, Tensor) or y.dim() or here.axes_of(here.type_of(y), "V"):
+            bad = here.axes_of(here.type_of(y), "V") if isinstance(y, Tensor) else ()
+            if not isinstance(y, Tensor) or y.dim() or bad:
                 said = here.describe(y) if isinstance(y, Tensor) else repr(y)
                 raise SpecError(
-                    f"metric `{name}` is {said}; a metric is a Mean (Mean.of('batch/dp seq', x, weight)), or a 0-d "
-                    "tensor that is equal on all ranks (sl.pmean) or pending (sl.pending)"
+                    f"metric `{name}` is {said}; a metric is a Mean, or a 0-d tensor that is equal on all ranks or "
+                    f"pending.{_combining(name, bad[0]) if bad else ''}"
                 )
 
 
@@ -117,7 +127,9 @@ class GradFn:
             return self._loss(args, key, extra)
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
-        return parts_of_loss(self.f(*args, **accepted(self.f, len(args), key=key, extra=extra)))
+        out = self.f(*args, **accepted(self.f, len(args), key=key, extra=extra))
+        with defined(self.f):
+            return parts_of_loss(out)
 
     def __call__(
         self,
@@ -132,12 +144,15 @@ class GradFn:
         chosen = tuple(self.argnums) if isinstance(self.argnums, Sequence) else (self.argnums,)
         diff = tuple(args[i] if part is None else part.take(args[i]) for i in chosen)
         flat, treedef = tree.flatten(diff)
-        names = [p for t in diff for p in tree.paths(t)]
-        for path, x in zip(names, flat, strict=True):
+        names = [(i, p) for i, t in zip(chosen, diff, strict=True) for p in tree.paths(t)]
+        for (i, path), x in zip(names, flat, strict=True):
             if not isinstance(x, Tensor) or not x.is_floating_point():
+                at = f"grad: argument {i}{f', leaf `{path}`,' if path else ''}"
+                mend = "Convert it before the call, or differentiate by another argument (argnums=)"
+                if part is not None:
+                    at, mend = f"step: parameter `{path}`", "trainable= says which leaves are trained"
                 said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-                mend = "only floating-point tensors have gradients (sl.step: trainable= says which leaves are trained)"
-                raise SpecError(f"value_and_grad: `{path}` is {said}; {mend}")
+                raise SpecError(f"{at} is {said}; only floating-point tensors have gradients. {mend}")
         kept: list[Any] = []
 
         def totals(*leaves: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -145,7 +160,8 @@ class GradFn:
             for i, own in zip(chosen, tree.unflatten(treedef, leaves), strict=True):
                 full[i] = own if part is None else part.put(own, args[i])
             mean, aux = self._loss(full, key, extra)
-            _check_weights(mean)
+            with defined(self.f):
+                _check_weights(mean)
             beside, structure = tree.flatten((tuple(t.weight for t in mean.terms), aux_tree(aux)))
             kept[:] = [mean, structure]
             return tuple(t.total for t in mean.terms), tuple(beside)
@@ -165,7 +181,7 @@ class GradFn:
             )
             with phase("backward"):
                 pulled = pull(cotangents)
-            grads = [_dual(here, x, g, p) for x, g, p in zip(flat, pulled, names, strict=True)]
+            grads = [_dual(here, x, g, p) for x, g, (_, p) in zip(flat, pulled, names, strict=True)]
         result = tree.unflatten(treedef, grads)
         result = result if many else result[0]
         if seeds is not None:

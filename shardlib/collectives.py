@@ -275,13 +275,9 @@ def sum_over(x: Tensor, axes: tuple[str, ...], op: str = "psum") -> Tensor:
     """`psum` of one tensor over plain axes, types checked."""
     if x.dtype == torch.bool:
         raise SpecError(f"{op} of a bool tensor would be an `or`: cast it to an integer first")
-    refuse(
-        op,
-        x,
-        axes,
-        "IR",
-        "A value that is equal on all ranks has no sum to make; scale it by axis_size if n times it is meant",
-    )
+    of, n = axes[0] if len(axes) == 1 else axes, region().mesh.size(axes)
+    times = f"; if {n} times the value is meant: x * sl.axis_size({of!r})" * (op == "psum")
+    refuse(op, x, axes, "IR", f"What is equal on all ranks has no sum to make: leave the {op} out{times}")
     return _psum(x, axes)
 
 

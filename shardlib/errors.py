@@ -1,11 +1,14 @@
 """The library's exceptions and the wording they share. No torch."""
 
 import difflib
+import inspect
+import linecache
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class ShardError(Exception):
@@ -43,18 +46,40 @@ def located(where: str) -> Iterator[None]:
 
 @contextmanager
 def pointed() -> Iterator[None]:
-    """Errors raised inside name, in a note, the innermost line that is the user's."""
+    """Errors raised inside name, in a note, the innermost line that is the user's, and the one that called it."""
     try:
         yield
     except Exception as e:
-        lines = [f for f in traceback.extract_tb(e.__traceback__) if not any(part in f.filename for part in _NOT_USERS)]
-        if lines and not any(n.startswith("  at ") for n in getattr(e, "__notes__", ())):
-            e.add_note(f"  at {lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name}: {lines[-1].line}")
+        lines = [f for f in traceback.extract_tb(e.__traceback__) if _users(f.filename)]
+        if lines and not _placed(e):
+            said = dict.fromkeys(f"{f.filename}:{f.lineno}, in {f.name}: {f.line}" for f in reversed(lines))
+            e.add_note("  at " + "\n  called from ".join([*said][:2]))
         raise
 
 
-_HERE = os.path.dirname(__file__)
-_NOT_USERS = (_HERE, os.sep + "torch" + os.sep, os.sep + "contextlib.py", "<")
+@contextmanager
+def defined(f: Callable[..., Any]) -> Iterator[None]:
+    """Errors of the library raised inside, about what `f` returned, name in a note where it is defined."""
+    try:
+        yield
+    except ShardError as e:
+        code = getattr(f, "__code__", None)
+        if inspect.iscode(code) and _users(code.co_filename) and not _placed(e):
+            file, line = code.co_filename, code.co_firstlineno
+            e.add_note(f"  at {file}:{line}, the definition of {f.__name__}: {linecache.getline(file, line).strip()}")
+        raise
+
+
+def _placed(e: Exception) -> bool:
+    return any(n.startswith("  at ") for n in getattr(e, "__notes__", ()))
+
+
+def _users(file: str) -> bool:
+    return not any(part in file for part in _NOT_USERS)
+
+
+_PACKAGES = tuple(os.sep + name + os.sep for name in ("torch", "optree", "einops"))
+_NOT_USERS = (os.path.dirname(__file__), *_PACKAGES, os.sep + "contextlib.py", "<")
 
 
 def caret(text: str, start: int, end: int, note: str = "", label: str = "pattern") -> str:
@@ -67,6 +92,11 @@ def caret(text: str, start: int, end: int, note: str = "", label: str = "pattern
 def sizes(bound: Mapping[str, int]) -> str:
     """`batch=8 seq=512`."""
     return " ".join(f"{k}={v}" for k, v in bound.items()) or "none"
+
+
+def dimensions(n: int) -> str:
+    """`1 dimension`, `2 dimensions`."""
+    return f"{n} dimension{'s' * (n != 1)}"
 
 
 def listing(items: Iterable[object]) -> str:

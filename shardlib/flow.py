@@ -203,7 +203,9 @@ class Flow(TorchDispatchMode):
             return here.invariant
         if rule.kind == _RANDOM and not (name.startswith("_scaled_dot") and not _drops(func, args, kwargs)):
             raise SpecError(
-                f"{name} draws from torch's generator, which differs by rank and layout; use sl.random with a key"
+                f"{name} draws from torch's generator, whose numbers differ by rank and layout.\n  Draw by a key, "
+                "which step gives `def loss(params, batch, key)`: sl.dropout('batch/dp model', x, key, 0.1) for "
+                "F.dropout, sl.random.normal(key, shape) for torch.randn"
             )
         if rule.kind == _FROM_VALUE and (name != "index" or _masked(args)):
             self._read(name, joined)
@@ -224,9 +226,11 @@ class Flow(TorchDispatchMode):
 
     def _read(self, name: str, kind: str) -> None:
         if kind.strip("IR"):
+            reads = name in ("_local_scalar_dense", "is_nonzero")
             raise SpecError(
-                f"{name} (.item(), bool(), a data-dependent shape) of a value that is {words(self.region, kind)}: "
-                "ranks would go different ways. Reduce it first (psum, pmax), or keep it a tensor (torch.where)"
+                f"{'if, bool() or .item()' if reads else f'{name}, whose shape or result depends on values,'} of a "
+                f"value that is {words(self.region, kind)}: ranks would go different ways. Reduce it first (psum, "
+                "pmax), or keep it a tensor (torch.where)"
             )
 
     def _written(self, name: str, target: Tensor, joined: str) -> None:

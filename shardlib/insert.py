@@ -157,9 +157,10 @@ def _note_cut(here: Region, name: str, tensors: list[Tensor], e: Exception) -> N
     """Say, where torch refuses shapes, which operands are leaves that are cut."""
     for leaf, x in ((here.leaves.get(t), t) for t in tensors):
         if leaf is not None and leaf.spec.split:
+            axes = leaf.spec.split[0] if len(leaf.spec.split) == 1 else leaf.spec.split
             e.add_note(
                 f"  {name}: an operand of shape {list(x.shape)} is this rank's piece of `{leaf.spec}`, whose global "
-                f"shape is {list(leaf.shape)}: sl.gather it first, or use sl.einsum"
+                f"shape is {list(leaf.shape)}: sl.gather(x, {axes!r}) first, or use sl.einsum"
             )
 
 
@@ -175,7 +176,7 @@ def _special(here: Region, rule: _Rule, func: Any, args: Any, kwargs: Any, tenso
     if rule.kind is _Kind.LEAVES:
         raise SpecError(
             f"{rule.name}: numpy cannot follow a per-device function; stay in torch, "
-            "or use .item() on an invariant value"
+            "or use .item() on a value that is equal on all ranks"
         )
     if rule.kind is _Kind.ASSIGNS:
         raise SpecError(f"assigning `.{rule.name}` puts another value behind the type of a tensor: make a new tensor")
@@ -250,17 +251,22 @@ def _check_pending(here: Region, name: str, tensors: list[Tensor], kinds: list[s
         mend = f"Make the sum first: psum or psum_scatter it over `{axis}`"
         if name in _ADDS:
             what = f"{name}: {said} plus one that does not would add the second once per rank"
-            mend += ", or add it after the sum"
+            mend = f"Make the sum first: sl.psum(a, {axis!r}) {'-' if 'sub' in name else '+'} b"
         elif name in _JOINS:
             what = f"{name} mixes {said} with one that does not"
         elif name in _SCALES and "V" in letters:
-            what = f"{name}: {said} times one that varies there"
+            what = f"{name}: {said} meets one that differs by rank there"
+        elif "div" in name and (len(letters) > 1 or name[0] == "r") and letters[-1] == "P":
+            what = f"{name}: the divisor is {said}: x / (a + b) is not x / a + x / b"
+            mend = f"Make the sum first: psum the divisor over `{axis}`, then divide"
         elif name in _SCALES and letters.count("P") > 1:
-            what = f"{name}: {said} meets another pending one"
+            what = f"{name}: {said} times another: the product of two sums is not the sum of the products"
+            mend = (
+                f"psum one of them over `{axis}` first (the product then waits for the sum of the other), or both "
+                "(then no sum is left to make)"
+            )
         elif name == "linear" and len(tensors) > 2:
             what = f"{name}: {said} gets a bias once per rank"
-        elif name in _SCALES:
-            what = f"{name}: {said} is divided by"
         else:
             what = f"{name} of {said}: it is not linear"
         raise SpecError(f"{what}.\n  {mend}")

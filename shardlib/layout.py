@@ -8,6 +8,7 @@ ceiling, so that all ranks hold equal shapes.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardlib.errors import dimensions
 from shardlib.spec import Dim, Spec
 
 Sizes = Mapping[str, int]
@@ -68,7 +69,8 @@ def check_rank(spec: Spec, shape: Sequence[int], what: str = "the tensor") -> Sp
     """`spec` expanded to the dimensions of `shape`, or an error."""
     spec = spec.expand(len(shape))
     if len(spec.dims) != len(shape):
-        raise spec.error(f"`{spec}` names {len(spec.dims)} dimension(s), {what} has {len(shape)}: {tuple(shape)}")
+        said = f"`{spec}` names {dimensions(len(spec.dims))}, {what} has {len(shape)}: {tuple(shape)}"
+        raise spec.error(said, note="one name for each dimension")
     return spec
 
 

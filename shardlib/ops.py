@@ -226,8 +226,10 @@ def reduce(pattern: str, x: Tensor, op: str, **sizes: int) -> Tensor:
     gone = [d for n, d in _names(src).items() if n not in kept]
     over = tuple(a for d in gone for a in d.axes)
     if over and op not in ("sum", "mean"):
-        mend = f"reduce what this rank holds in torch, then sl.pmax over `{over[0]}`"
-        raise failure(pattern, gone[0].span, f"{op} over `{gone[0]}`, which is split", mend)
+        at = tuple(i for i, d in enumerate(src.dims) if not {*(d.parts or (d.name,))} & {*kept}) or "..."
+        cut, dims, sign = next(d for d in gone if d.axes), at[0] if len(at) == 1 else at, "-" * (op == "min")
+        mend = f"reduce what this rank holds, then over ranks: {sign}sl.pmax({sign}x.a{op}({dims}), {over[0]!r})"
+        raise failure(pattern, cut.span, f"{op} over `{cut}`, which is split", mend)
     for a in over:
         if a not in dst.pending:
             what = f"a {op} over a dimension split over `{a}` still waits for a sum over `{a}`"
@@ -263,14 +265,24 @@ def _einops(text: str, x: Tensor, sizes: dict[str, int]) -> tuple[str, dict[str,
             mend = "the first name of a `(a b)` group carries its axes; only collectives change a split"
             raise failure(text, d.span, what, mend)
     for d, length in zip(src.dims, x.shape, strict=False):  # an ellipsis ends it: einops checks the rest
-        free = [q for q in d.parts if q not in local]
-        known = math.prod(local[q] for q in d.parts if q in local)
+        by = {q: local[q] for q in d.parts if q in local}
         if d.name == "...":
             break
-        if len(free) == 1 and known and length % known:
-            over = f": `{free[0]}` does not divide over `{'/'.join(d.axes)}`" if d.axes else ""
-            raise failure(text, d.span, f"`{d.name}` is {length} on this rank, which does not divide by {known}{over}")
+        if len(d.parts) == len(by) + 1 and (known := math.prod(by.values())) and length % known:
+            raise _no_group(text, d, length, by)
     return f"{_plain(src)} -> {_plain(dst)}", {_einops_name(n): size for n, size in local.items()}
+
+
+def _no_group(text: str, d: Dim, length: int, by: dict[str, int]) -> SpecError:
+    """The sizes `by` of all names of a group but one do not divide its `length` on this rank."""
+    ways, known, over = layout.parts(d, region().mesh.shape), math.prod(by.values()), "/".join(d.axes)
+    what, total = f"`{d}` is {length * ways} in all", length * ways
+    if d.axes and d.parts[0] not in by and total % known == 0:
+        what += f": `{d.parts[0]}` would be {total // known}, which does not divide over {over}={ways}"
+    else:
+        what += f", {length} on each of the {ways} ranks of {over}" * bool(d.axes)
+        what += f", and {length} does not divide by {' * '.join(f'{q}={n}' for q, n in by.items())}"
+    return failure(text, d.span, what, f"take sizes that divide {length}, or make it a multiple of {known * ways}")
 
 
 def _run(f: Callable[..., Tensor], *args: Any, **sizes: int) -> Tensor:

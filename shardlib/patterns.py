@@ -7,14 +7,12 @@ from torch import Tensor
 
 from shardlib import collectives as c
 from shardlib import layout, wire
-from shardlib.errors import RankError, SpecError, caret, sizes
+from shardlib.errors import RankError, SpecError, caret, dimensions, sizes
 from shardlib.spec import Dim, Spec, parse_list
-from shardlib.types import Leaf, Region, base, paused, region, valueless, words
+from shardlib.types import Leaf, Region, base, paused, region, short, valueless, words
 
 _MEND = {
     "split": "sl.shard the argument it came from, write the dimension without the axis, or slice it with sl.reshard",
-    "equal": "all_gather it over `{a}` first, or name the axis on the dimension that it splits. (A plain torch op over "
-    "a split dimension leaves terms of a sum: sl.einsum and sl.reduce write them `+{a}`, and psum makes it)",
     "sum": "psum or psum_scatter it over `{a}` first, or write `+{a}`",
 }
 
@@ -47,8 +45,8 @@ def bind(here: Region, spec: Spec, x: Tensor, text: str, local: dict[str, int]) 
         if known is None and not dim.name.isdigit():
             known = here.sizes.get(dim.name, size)
         if known is not None and known not in (size, -1):
-            where = "in this pattern" if dim.name in local else f"by {here.bound_by.get(dim.name, 'an argument')}"
-            what = f"`{dim.name}` is {size} here, it was bound to {known} {where}"
+            where = "elsewhere in this pattern" if dim.name in local else f"in {here.bound_by[dim.name]}"
+            what = f"`{dim.name}` is {size} in this operand, of shape {tuple(x.shape)}, and {known} {where}"
             over = f", split over {'/'.join(dim.axes)}" if dim.axes else ""
             missing = [a for a in here.axes_of(kind, "V") if a not in spec.split and n * here.mesh.shape[a] == known]
             mend = f"; the value varies over `{missing[0]}`: write `{dim}/{missing[0]}`" if missing else ""
@@ -81,24 +79,60 @@ def check_operand(
         if dim.parts and not groups:
             raise failure(text, dim.span, f"`{dim.name}` groups dimensions, which only rearrange and reduce do")
     if len(spec.dims) != x.dim() and not (spec.has_ellipsis and x.dim() >= len(spec.dims) - 1):
-        what = f"`{spec}` names {len(spec.dims)} dimension(s), the value has {x.dim()}: {tuple(x.shape)}"
+        what = f"`{spec}` names {dimensions(len(spec.dims))}, the value has {x.dim()}: {tuple(x.shape)}"
         raise failure(text, _span(spec), what)
     spec, kind = spec.expand(x.dim()), here.type_of(x)
-    is_ = f"the value is {words(here, kind)}"
+    _check_piece(here, spec, x, text)
+
+    def is_() -> str:
+        equal = f", equal over {axis}" if letter == "I" and kind != here.invariant else ""
+        return f"the value is {short(x)} {words(here, kind)}{equal}"
+
     for axis, letter in zip(here.mesh.shape, kind, strict=True) if here.typed else ():
         if axis in spec.split and letter != "V":
             dim = next(d for d in spec.dims if axis in d.axes)
             mend = _MEND["sum" if letter == "P" else "split"].format(a=axis)
-            raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, {is_}", mend)
+            raise failure(text, dim.span, f"`{dim}` says split over `{axis}`, {is_()}", mend)
         if axis in spec.pending and letter in "IR":
-            what = f"`+{axis}` says a sum over `{axis}` is still to be made, {is_}"
-            raise failure(text, _span(spec), what, "it has been made already, or the value is equal on all ranks")
+            what = f"`+{axis}` says a sum over `{axis}` is still to be made, but none waits: {is_()}"
+            note = f"it has been made already, or there never was one: leave `+{axis}` out, and the op that makes it"
+            raise failure(text, _span(spec), what, note)
         if axes is not None and axis in axes and axis not in spec.axes and letter in "VP":
-            mend = _MEND["sum" if letter == "P" else "equal"].format(a=axis)
-            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_}", mend)
+            mend = _MEND["sum"].format(a=axis) if letter == "P" else _made_equal(here, spec, x, axis)
+            raise failure(text, _span(spec), f"`{spec}` says equal over `{axis}`, {is_()}", mend)
     here.refuse_padded(f"`{text}`", x)
     bind(here, spec, x, text, {} if local is None else local)
     return spec
+
+
+def _check_piece(here: Region, spec: Spec, x: Tensor, text: str) -> None:
+    """Raise where a dimension of an argument that is as it came in is split otherwise than the spec says."""
+    leaf = here.leaves.get(x)
+    if leaf is None or len(leaf.spec.dims) != x.dim():
+        return
+    for dim, has, n, size in zip(spec.dims, leaf.spec.dims, x.shape, leaf.shape, strict=True):
+        cut = tuple(a for a in has.axes if a not in spec.pending)  # `+a` states that pieces are terms of a sum
+        if dim.name != "_" and cut and dim.axes != cut and all(here.over(x, a) == "V" for a in cut):
+            said = "split otherwise" if dim.axes else f"written whole, but this rank holds {n} of its {size}"
+            mend = f"write `{'/'.join((dim.name, *cut))}`"
+            over = [a for a in cut if a not in spec.split]
+            mend += f" wherever it stands, or sl.gather(x, {over[0]!r}) first" if over else "; all_to_all moves a split"
+            raise failure(text, dim.span, f"`{dim}` is {said}: the value is a piece of `{leaf.spec}`", mend)
+
+
+def _made_equal(here: Region, spec: Spec, x: Tensor, axis: str) -> str:
+    """How to mend a value that varies over an axis that its spec does not name, as far as its sizes tell."""
+    wants = [here.sizes.get(d.name, -1) // layout.parts(d, here.mesh.shape) for d in spec.dims]
+    term = (
+        f"probably terms of a sum, left by a plain torch op over a dimension split over `{axis}`. Write that op as "
+        f"sl.einsum or sl.reduce with `+{axis}`, then psum it"
+    )
+    if [*x.shape] == wants:
+        return f"its sizes are whole: {term}"
+    for d, n, want in zip(spec.dims, x.shape, wants, strict=True):
+        if n * here.mesh.shape[axis] == want:
+            return f"`{d.name}` is {n} of {want}: write `{d}/{axis}`, or all_gather it over `{axis}` first"
+    return f"{term}. If a dimension is split: write `/{axis}` on it, or all_gather it first"
 
 
 def state_sum(spec: Spec, x: Tensor) -> Tensor:
@@ -146,8 +180,10 @@ def moved(src: Spec, dst: Spec, text: str) -> tuple[Moved, Moved]:
     for i, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         k = len(_common(a, b))
         if a.axes[k:] and b.axes[k:]:
-            what = f"`{a}` -> `{b}` changes the chain of axes in the middle"
-            raise failure(text, b.span, what, "only the end of a chain can change; sl.reshard does the rest")
+            what = f"`{a}` -> `{b}`: `{a.name}` is cut over {', then over '.join(a.axes)}; a collective takes away the "
+            less = " or ".join(f"`{'/'.join((a.name, *a.axes[:j]))}`" for j in reversed(range(len(a.axes))))
+            mend = f"all_gather can make {less}; sl.reshard(x, '{dst}') finds a way for an argument as it came in"
+            raise failure(text, b.span, f"{what}last of these axes, or adds some after them", mend)
         left += [(i, a.axes[k:])] * bool(a.axes[k:])
         joined += [(i, b.axes[k:])] * bool(b.axes[k:])
     return left, joined

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from shardlib import layout, tree
 from shardlib.array import Array
-from shardlib.errors import MeshError, SpecError, located
+from shardlib.errors import MeshError, SpecError, defined, located
 from shardlib.insert import per_device, refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import firsts, once
@@ -63,8 +63,9 @@ def _cut(spec: Spec, one: Cut, shape: Sequence[int], mesh: Mesh) -> Spec:
     return replace(spec, dims=tuple(replace(d, axes=a) for d, a in zip(spec.dims, kept, strict=True)))
 
 
-def borders(specs: Any, args: Any, mesh: Mesh, what: str) -> list[Leaf | None]:
-    """For every leaf of `args`, the leaf it enters as; None for what is not a tensor. Raises before anything runs."""
+def borders(specs: Any, args: Any, mesh: Mesh, what: str, given: bool = False) -> list[Leaf | None]:
+    """For every leaf of `args`, the leaf it enters as; None for what is not a tensor. Raises before anything runs.
+    `given`: whether the mesh is not the current one but the function's own."""
     flat, where = tree.leaves(args), tree.paths(args)
     wanted = [None] * len(flat) if specs is None else tree.broadcast(specs, args, f"{what}: in_specs")
     out: list[Leaf | None] = []
@@ -73,13 +74,17 @@ def borders(specs: Any, args: Any, mesh: Mesh, what: str) -> list[Leaf | None]:
             out.append(None)
             continue
         with located(f"{what}: argument `{path}`"):
-            out.append(Leaf(_enters_as(x, said, mesh), tuple(x.shape)))
+            out.append(Leaf(_enters_as(x, said, mesh, given), tuple(x.shape)))
     return out
 
 
-def _enters_as(x: Tensor, said: Any, mesh: Mesh) -> Spec:
+def _enters_as(x: Tensor, said: Any, mesh: Mesh, given: bool) -> Spec:
     if isinstance(x, Array) and x.mesh.shape != mesh.shape:
-        raise MeshError(f"it lies on {x.mesh!r}, the current mesh is {mesh!r}")
+        own, mend = ("the function has mesh=", "Leave mesh= out and run") if given else ("the current mesh is ", "Run")
+        raise MeshError(
+            f"it lies on {x.mesh!r}, {own}{mesh!r}.\n"
+            f"  {mend} it under `with` the array's mesh, or move the array: sl.shard(sl.gather(x), spec, mesh)"
+        )
     has = x.spec if isinstance(x, Array) else Spec(tuple(Dim("_") for _ in x.shape))
     spec = has if said is None else global_spec(said, x.shape, mesh)
     if spec.chains != has.chains or set(spec.pending) != set(has.pending):
@@ -177,14 +182,15 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
         refuse_autocast()
         m = mesh or current_mesh()
         name = getattr(f, "__name__", "function")
-        leaves = borders(in_specs, args, m, name)
+        leaves = borders(in_specs, args, m, name, mesh is not None)
         flat, treedef = tree.flatten(args)
         places = firsts((id(x), leaf) if leaf else i for i, (x, leaf) in enumerate(zip(flat, leaves, strict=True)))
 
         def body(*local: Any, known: _Known = None) -> _Returned:
             with device_code(m, name, typed=known is None) as here:
                 out = f(*tree.unflatten(treedef, enter(here, local, leaves, places)))
-                values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known[0])
+                with defined(f):
+                    values, found = leave(here, out_specs, out, name) if known is None else (_values(out), known[0])
                 return values, found, tree.flatten(out)[1], here.asked
 
         shards = [shards_of(x) for x in flat]

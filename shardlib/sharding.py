@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardlib import collectives as c
 from shardlib import layout, tree
-from shardlib.errors import SpecError, listing
+from shardlib.errors import SpecError, dimensions, listing
 from shardlib.mesh import Axes, Mesh
 from shardlib.parts import once
 from shardlib.spec import Chains, Spec, as_spec
@@ -50,7 +50,7 @@ class Move:
 def plan(src: Spec, dst: Spec, shape: Sequence[int], mesh: Mesh) -> list[Move]:
     """The collectives that turn a value of spec `src` into one of spec `dst`; sends nothing, so it can be shown."""
     if len(src.dims) != len(dst.dims):
-        raise dst.error(f"`{src}` -> `{dst}`: {len(src.dims)} dimension(s) cannot become {len(dst.dims)}")
+        raise dst.error(f"`{src}` -> `{dst}`: {dimensions(len(src.dims))} cannot become {len(dst.dims)}")
     made = [a for a in dst.pending if a not in src.pending]
     if made:
         raise dst.error(f"`{src}` -> `{dst}`: no sum over {listing(made)} is pending on the left", made[0])
@@ -179,14 +179,20 @@ def leaf_of(x: Any, what: str) -> Leaf:
     """The leaf that `x` is, or an error that says how it lost its spec."""
     found = region().leaves.get(x) if isinstance(x, Tensor) else None
     if found is None:
-        said = region().describe(x) if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor):
+            raise SpecError(f"{what}: a tensor is needed, found {type(x).__name__}")
+        axes, mend = region().axes_of(region().type_of(x), "V"), "Do this first and compute after"
+        if axes:
+            mend += f", or write what is split: sl.all_gather('a/{axes[0]} b -> a b', x)"
+        elif what.startswith("gather"):
+            mend = "It is equal on all ranks: there is nothing to gather"
         raise SpecError(
-            f"{what}: {said} is not a leaf that entered here (torch ops keep types, not specs): "
-            "gather before computing with it, or use a pattern such as all_gather('a/x b -> a b', x)"
+            f"{what}: {region().describe(x)} is a computed value; only arguments of the per-device function, as they "
+            f"came in, have names that say what is split.\n  {mend}"
         )
     if x.dim() != found.spec.ndim:
         raise SpecError(
-            f"{what}: the leaf `{found.spec}` has {x.dim()} dimension(s) here (inside vmap one is hidden, and a spec "
+            f"{what}: the leaf `{found.spec}` has {dimensions(x.dim())} here (inside vmap one is hidden, and a spec "
             "counts all): gather it outside of vmap, or use a pattern such as all_gather('a/x b -> a b', x)"
         )
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-from shardlib.errors import SpecError, caret, nearest
+from shardlib.errors import SpecError, caret, dimensions, nearest
 
 Chains = tuple[tuple[str, ...], ...]  # by dimension, the axes that split it, major to minor
 MEMORIES = ("device", "host", "disk")
@@ -119,7 +119,7 @@ class Spec:
             return self
         at, count = self.names.index(ELLIPSIS), ndim - len(self.dims) + 1
         if count < 0:
-            raise self.error(f"`{self}` names {len(self.dims) - 1} dimension(s) beside `...`, the tensor has {ndim}")
+            raise self.error(f"`{self}` names {dimensions(len(self.dims) - 1)} beside `...`, the tensor has {ndim}")
         free = (Dim("_", span=self.dims[at].span),) * count
         return replace(self, dims=self.dims[:at] + free + self.dims[at + 1 :])
 
@@ -314,7 +314,10 @@ def parse_pattern(text: str, inputs: int | None = None, outputs: int | None = 1)
     """Parse `"a b/x, b/x c -> a c +x"`. `inputs` and `outputs`: how many specs each side must have."""
     arrow = text.find("->")
     if arrow < 0:
-        raise _fail(text, len(text), len(text) + 1, "a pattern needs `->`", "input -> output")
+        what = "a pattern says how a value is split before and after, `before -> after`; this one has no `->`"
+        given = text.split("+")[0].strip()
+        note = f"write `-> {given}`" if "+" in text and "," not in text else "write `->` and how the result is split"
+        raise SpecError(f"{what}\n{caret(text, len(text), len(text) + 1, note)}")
     if text.find("->", arrow + 2) >= 0:
         at = text.find("->", arrow + 2)
         raise _fail(text, at, at + 2, "a pattern has one `->`")

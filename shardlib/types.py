@@ -169,12 +169,17 @@ class Region:
     def refuse_padded(self, what: str, x: Tensor) -> None:
         """Raise where `x` is a padded leaf, but for norms and optimizers."""
         if self.padded.get(x) and not self.padding_allowed:
-            leaf = self.leaves.get(x)
-            said = f"`{leaf.spec}` of global shape {leaf.shape}" if leaf else short(x)
+            leaf, why, fits = self.leaves.get(x), "a dimension does not divide over its axes", "a size that divides"
+            for d, n in zip(leaf.spec.dims, leaf.shape, strict=True) if leaf else ():
+                ways = self.mesh.size(d.axes)
+                if n % ways:
+                    over = " ".join(f"{a}={self.mesh.shape[a]}" for a in d.axes)
+                    why, fits = f"`{d.name}` is {n}, which does not divide over {over}", str(-(-n // ways) * ways)
             raise SpecError(
-                f"{what} on a leaf that does not divide over its axes ({said}; padded to {short(x)} here).\n"
-                "  Such a leaf can be stored and updated, not computed with: sl.gather it first, or make the size one "
-                "that divides (rows of a batch can be added with a weight, or targets of -1, that counts for nothing)"
+                f"{what} of an argument that is padded to {short(x)}"
+                f"{f' (`{leaf.spec}` of shape {leaf.shape})' if leaf else ''}: {why}.\n"
+                f"  It can be stored and updated, not computed with: sl.gather it first, or make the size {fits} "
+                "(rows added to a batch need a weight of 0, or targets of -1)"
             )
 
     def receive(self, x: Tensor) -> None:
@@ -224,18 +229,19 @@ class Region:
         finally:
             self.piece = held
 
-    def describe(self, x: Tensor) -> str:
-        """`f64[8, 4] varying over dp, pending over tp`, with the spec where the value still has one."""
+    def describe(self, x: Tensor, equal: str = "equal on all ranks") -> str:
+        """`f64[8, 4] varying over dp, pending over tp`, with the spec where the value still has one. `equal`: what is
+        said of an invariant value."""
         leaf = self.leaves.get(x)
         kind = self.types.get(x)
-        said = "of unknown type" if kind is None else words(self, kind)
+        said = "of unknown type" if kind is None else words(self, kind, equal)
         return f"{short(x)} {said}" + (f" (`{leaf.spec}`)" if leaf else "")
 
 
-def words(region: Region, kind: str) -> str:
+def words(region: Region, kind: str, equal: str = "equal on all ranks") -> str:
     """A type in words: `varying over dp, pending over tp`."""
     said = [f"{WORDS[k]} over {', '.join(region.axes_of(kind, k))}" for k in "VPR" if k in kind]
-    return ", ".join(said) or "invariant"
+    return ", ".join(said) or equal
 
 
 def short(x: Tensor) -> str:
@@ -324,7 +330,7 @@ def typeof(x: Tensor) -> str:
     """Shape, dtype and type per axis of a value inside a per-device function: `f32[8, 512] varying over dp`."""
     here = region()
     here.asked = True
-    return here.describe(x)
+    return here.describe(x, WORDS["I"])
 
 
 def check_known(trees: Callable[[], Sequence[Tensor]]) -> None:
@@ -338,4 +344,4 @@ def refuse(what: str, x: Tensor, axes: Sequence[str], letters: str, mend: str) -
     here = region()
     bad = [a for a in axes if here.over(x, a) in letters] if here.typed else ()
     if bad:
-        raise SpecError(f"{what}: the value is {here.describe(x)}; over {listing(bad)} that is not allowed.\n  {mend}")
+        raise SpecError(f"{what} over {listing(bad)}: the value is {here.describe(x)}.\n  {mend}")

@@ -199,7 +199,7 @@ def test_slots_of_experts_are_masked_anew_in_every_micro_batch() -> None:
 
 
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "axis left out": (lambda x, k: sl.dropout("b m", x, k, 0.1), "`b m` says equal over `dp`, the value is varying"),
+    "axis left out": (lambda x, k: sl.dropout("b m", x, k, 0.1), "`b` is written whole, but .* a piece"),
     "axis too many": (lambda x, k: sl.dropout("b/dp m/tp", x, k, 0.1), "`m/tp` says split over `tp`, the value is"),
     "pending": (lambda x, k: sl.dropout("b m", sl.pending(x, "dp"), k, 0.1), "says equal over `dp`, .*pending over dp"),
     "probability": (lambda x, k: sl.dropout("b/dp m", x, k, 1.5), "a number from 0 to 1, not 1.5"),
@@ -210,7 +210,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     ),
     "a key of its own on every rank": (
         lambda x, k: sl.dropout("b/dp m", x, sl.random.fold_in(k, sl.axis_index("dp")), 0.1),
-        "dropout: the value is i64.*varying over dp.*masks differ by global index",
+        "dropout over `dp`: the value is i64.*varying over dp.*masks differ by global index",
     ),
 }
 

@@ -100,7 +100,10 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "global_norm_mixed_dp4tp2": norm,
 }
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "all_gather_major_only_dp2tp4": (gathered("s/dp/tp d -> s/tp d"), "changes the chain of axes in the middle"),
+    "all_gather_major_only_dp2tp4": (
+        gathered("s/dp/tp d -> s/tp d"),
+        "cut over dp, then over tp; a collective takes away the last of these axes",
+    ),
     "psum_of_invariant_dp2tp4": (lambda x: sl.psum(x, "tp"), "equal on all ranks has no sum to make"),
 }
 

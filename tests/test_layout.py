@@ -78,13 +78,21 @@ def test_cut_takes_the_largest_dimension_that_divides():
 @pytest.mark.parametrize(
     ("spec", "shape", "told"),
     [
-        ("x/a y", (3,), "`x/a y` names 2 dimension(s), the tensor has 1: (3,)\n  spec:    x/a y\n           ^^^^^"),
-        ("", (3,), "`` names 0 dimension(s), the tensor has 1: (3,)\n  spec:    \n           ^"),
+        (
+            "x/a y",
+            (3,),
+            "`x/a y` names 2 dimensions, the tensor has 1: (3,)\n"
+            "  spec:    x/a y\n           ^^^^^ one name for each dimension",
+        ),
+        (
+            "",
+            (3,),
+            "`` names 0 dimensions, the tensor has 1: (3,)\n  spec:    \n           ^ one name for each dimension",
+        ),
         (
             "x y ... z",
             (3, 4),
-            "`x y ... z` names 3 dimension(s) beside `...`, the tensor has 2\n"
-            "  spec:    x y ... z\n           ^^^^^^^^^",
+            "`x y ... z` names 3 dimensions beside `...`, the tensor has 2\n  spec:    x y ... z\n           ^^^^^^^^^",
         ),
     ],
 )

@@ -542,10 +542,10 @@ def test_forgotten_gather() -> None:
     gathers = True
     check()
     gathers = False
-    with pytest.raises(sl.SpecError, match="`batch seq model` says equal over `tp`, the value is varying over tp") as e:
+    with pytest.raises(sl.SpecError, match="`seq` is written whole, but this rank holds 5 of its 10") as e:
         check()
     assert "  pattern: batch seq model, model hidden/tp -> batch seq hidden/tp\n" in str(e.value)
-    assert "^^^^^^^^^^^^^^^ all_gather it over `tp` first" in str(e.value)
+    assert " ^^^ write `seq/tp` wherever it stands, or sl.gather(x, 'tp') first" in str(e.value)
 
 
 # ---- counts of collectives (prototypes zero.py, d.py)

@@ -146,10 +146,14 @@ def test_errors_of_specs(text, message, caret):
     assert str(e.value) == f"{message}\n{P if '->' in text else S}{shown}\n{' ' * 11}{caret}"
 
 
+NO_ARROW = "a pattern says how a value is split before and after, `before -> after`; this one has no `->`"
+
+
 @pytest.mark.parametrize(
     ("text", "inputs", "outputs", "message", "caret"),
     [
-        ("a b", 1, 1, "a pattern needs `->`", "   ^ input -> output"),
+        ("a b", 1, 1, NO_ARROW, "   ^ write `->` and how"),
+        ("a/x +y", 1, 1, NO_ARROW, "      ^ write `-> a/x`"),
         ("a -> b -> c", 1, 1, "a pattern has one `->`", "       ^^"),
         ("a, b -> c", 1, 1, "one spec on the left of `->` expected, found 2", "^^^^"),
         ("a -> b, c", 1, 1, "one spec on the right of `->` expected, found 2", "     ^^^^"),
@@ -162,8 +166,7 @@ def test_errors_of_specs(text, message, caret):
 def test_errors_of_patterns(text, inputs, outputs, message, caret):
     with pytest.raises(SpecError) as e:
         parse_pattern(text, inputs, outputs)
-    head = P if "->" in text else S
-    assert str(e.value).startswith(f"{message}\n{head}{text}\n{' ' * 11}{caret}")
+    assert str(e.value).startswith(f"{message}\n{P}{text}\n{' ' * 11}{caret}")
 
 
 def test_a_list_of_specs_has_the_number_expected():

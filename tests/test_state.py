@@ -130,7 +130,7 @@ def test_what_shard_refuses():
     x = torch.ones(2, 3)
     with mesh(dp=2, tp=2):
         for specs, told in (
-            ("m n o", "shard: `a.w`: `m n o` names 3 dimension(s), the tensor has 2: (2, 3)\n  spec:    m n o\n"),
+            ("m n o", "shard: `a.w`: `m n o` names 3 dimensions, the tensor has 2: (2, 3)\n  spec:    m n o\n"),
             ("m/tpp n", "shard: `a.w`: the mesh has no axis `tpp` (did you mean `tp`?); its axes are `dp` and `tp`\n"),
             ("m +tp n", "nothing may follow the pending sums"),
             ("m n +tp", "shard: `a.w`: a global value is no sum still to be made\n  spec:    m n +tp\n               "),
@@ -259,7 +259,7 @@ def test_borders_say_where_what_and_how_to_mend():
             (gathered, "m n", "f32[4, 6] replicated over dp (`m n`) is replicated over `dp`, `m n` says invariant",
              "^^^ gather it with invariant=True, so that its gradient is counted once"),
             (kept, "m/dp n +tp", f"{v} (`m/dp n`) is equal over `tp`: no sum is to be made", "       ^^^ leave it out"),
-            (kept, "m/dp", "`m/dp` names 1 dimension(s), the tensor has 2: (2, 6)", "^^^^"),
+            (kept, "m/dp", "`m/dp` names 1 dimension, the tensor has 2: (2, 6)", "^^^^ one name for each dimension"),
         ):  # fmt: skip
             with pytest.raises(SpecError) as e:
                 run(g, w, None, out_specs)
@@ -270,7 +270,8 @@ def test_borders_say_where_what_and_how_to_mend():
         with mesh(dp=4), pytest.raises(MeshError) as e:
             run(f, w, None, None)
         told = "it lies on Mesh(dp=2,tp=2, simulated), the current mesh is Mesh(dp=4, simulated)"
-        assert str(e.value) == f"f: argument `0.w`: {told}"
+        mend = "  Run it under `with` the array's mesh, or move the array: sl.shard(sl.gather(x), spec, mesh)"
+        assert str(e.value) == f"f: argument `0.w`: {told}.\n{mend}"
 
 
 # ---- made from nothing

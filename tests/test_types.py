@@ -189,7 +189,7 @@ def test_padded_leaves_are_stored_not_computed_with() -> None:
     for body in (lambda x: x + 1, lambda x: x.sum(), lambda x: sl.psum(x, "dp"), lambda x: x[0]):
         with pytest.raises(
             sl.SpecError,
-            match=r"on a leaf that does not divide over its axes .*`n/dp` of global shape .3,.*padded to f32.2. here",
+            match=r"padded to f32.2. \(`n/dp` of .*`n` is 3, which does not divide over dp=2\.\n.*make the size 4",
         ):
             run(body)
     assert torch.equal(run(lambda x: x.clone().detach()), torch.arange(3.0))
