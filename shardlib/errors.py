@@ -5,9 +5,11 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 
@@ -76,6 +78,14 @@ def _placed(e: Exception) -> bool:
 
 def _users(file: str) -> bool:
     return not any(part in file for part in _NOT_USERS)
+
+
+def users_frame() -> FrameType | None:
+    """The innermost call of a function of the user's, if there is one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 _PACKAGES = tuple(os.sep + name + os.sep for name in ("torch", "optree", "einops"))

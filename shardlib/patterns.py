@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardlib import collectives as c
 from shardlib import layout, wire
-from shardlib.errors import RankError, SpecError, caret, dimensions, sizes
+from shardlib.errors import RankError, SpecError, caret, dimensions, sizes, users_frame
 from shardlib.spec import Dim, Spec, parse_list
 from shardlib.types import Leaf, Region, base, paused, region, short, valueless, words
 
@@ -29,32 +29,35 @@ def axes_named(specs: Iterable[Spec], here: Region) -> set[str]:
 
 def failure(text: str, span: tuple[int, int], message: str, note: str = "") -> SpecError:
     """An error that shows the pattern, the sizes bound so far and the mesh."""
-    here = region()
-    bound = f"{sizes({k: n for k, n in here.sizes.items() if n >= 0})}; mesh {here.mesh.name.replace(',', ' ')}"
+    here, at = region(), id(users_frame())
+    known = here.sizes | {name: n for (frame, name), (_, n, _) in here.said.items() if frame == at}
+    bound = f"{sizes({k: n for k, n in known.items() if n >= 0})}; mesh {here.mesh.name.replace(',', ' ')}"
     return SpecError(f"{message}\n{caret(text, *span, note)}\n  sizes:   {bound}")
 
 
 def bind(here: Region, spec: Spec, x: Tensor, text: str, local: dict[str, int]) -> None:
-    """Bind each name to its global size: one size within a pattern, and across patterns within one function."""
-    kind = here.type_of(x)
+    """Bind each name to its global size: one size within a pattern, and across patterns as `Region.names` says.
+
+    Across patterns, names that no leaf has are compared in the first, fake run: so no call is kept alive by its values.
+    """
+    kind, frame = here.type_of(x), users_frame() if valueless(x) else None
     for dim, n in zip(spec.dims, x.shape, strict=True):
         if dim.name == "_" or dim.parts:
             continue
         size = n * layout.parts(dim, here.mesh.shape)
-        known = local.get(dim.name)
-        if known is None and not dim.name.isdigit():
-            known = here.sizes.get(dim.name, size)
+        known, where = local.get(dim.name), "elsewhere in this pattern"
+        if known is None and dim.name in here.sizes:
+            known, where = here.sizes[dim.name], f"in {here.bound_by[dim.name]}"
+        elif known is None and frame is not None and not dim.name.isdigit():
+            _, known, said = here.said.setdefault((id(frame), dim.name), (frame, size, text))
+            where = f"in `{said}`"
         if known is not None and known not in (size, -1):
-            where = "elsewhere in this pattern" if dim.name in local else f"in {here.bound_by[dim.name]}"
             what = f"`{dim.name}` is {size} in this operand, of shape {tuple(x.shape)}, and {known} {where}"
             over = f", split over {'/'.join(dim.axes)}" if dim.axes else ""
             missing = [a for a in here.axes_of(kind, "V") if a not in spec.split and n * here.mesh.shape[a] == known]
             mend = f"; the value varies over `{missing[0]}`: write `{dim}/{missing[0]}`" if missing else ""
             raise failure(text, dim.span, what, f"{n} on this rank{over}{mend}")
         local[dim.name] = size
-        if not dim.name.isdigit() and here.sizes.get(dim.name) != -1:
-            here.sizes[dim.name] = size
-            here.bound_by.setdefault(dim.name, f"`{text}`")
 
 
 def check_operand(

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -98,6 +99,7 @@ class Region:
         self.zeros: TensorTable[bool] = TensorTable()  # what is zero whatever the values of others are
         self.sizes: dict[str, int] = {}
         self.bound_by: dict[str, str] = {}
+        self.said: dict[tuple[int, str], tuple[FrameType, int, str]] = {}  # by call of a user's function, and name
         self.position = {a: i for i, a in enumerate(self.mesh.shape)}
         self.invariant = "I" * len(self.mesh.shape)
         self.entered: set[int] = set()
@@ -209,8 +211,11 @@ class Region:
 
     @contextmanager
     def names(self, values: Sequence[Any]) -> Iterator[None]:
-        """A scope of names: inside, they are bound by the leaves among `values` and by the patterns that run."""
-        held, self.sizes, self.bound_by = (self.sizes, self.bound_by), {}, {}
+        """A scope of names: inside, they are bound by the leaves among `values` and by the patterns that run.
+
+        A name that only patterns use is bound within one call of one function: another call may have other sizes.
+        """
+        held, self.sizes, self.bound_by, self.said = (self.sizes, self.bound_by, self.said), {}, {}, {}
         for x in values:
             leaf = self.leaves.get(x) if isinstance(x, Tensor) else None
             if leaf is not None:
@@ -218,7 +223,7 @@ class Region:
         try:
             yield
         finally:
-            self.sizes, self.bound_by = held
+            self.sizes, self.bound_by, self.said = held
 
     @contextmanager
     def running(self, dim: Dim | None, at: Tensor | None, count: int) -> Iterator[None]:

@@ -493,3 +493,23 @@ def test_errors(name: str) -> None:
     notes = [re.sub(r"(, in \S+: ).*", r"\1", note) for note in e.value.__notes__]  # the line may hold the message
     assert re.search(f"(?s){message}", "\n".join([str(e.value), *notes]))
     assert "^" in str(e.value) or name == "unknown axis"
+
+
+def test_names_of_a_layer_are_its_own():
+    """A function that is called twice, with other sizes; within one call a name has one size."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        a = sl.all_gather("m/row k/col -> m/row k", a)
+        b = sl.all_gather("k/row n/col -> k n/col", b)
+        return sl.einsum("m/row k, k n/col -> m/row n/col", a, b)
+
+    def swapped(a: Tensor) -> Tensor:
+        return sl.einsum("j i -> j i", sl.einsum("i j -> i j", a))
+
+    specs = ("p/row q/col", "q/row r/col", "r/row s/col")
+    with sl.make_mesh(row=2, col=2, simulate=True):
+        a, b, c = (torch.arange(float(n * k)).view(n, k) for n, k in ((4, 6), (6, 10), (10, 8)))
+        f = sl.shard_map(lambda a, b, c: product(product(a, b), c), in_specs=specs, out_specs="p/row s/col")
+        assert torch.equal(sl.gather(f(*(sl.shard(x, s) for x, s in zip((a, b, c), specs, strict=True)))), a @ b @ c)
+        with pytest.raises(sl.SpecError, match=r"`j` is 4 in this operand, of shape .4, 6., and 6 in `i j -> i j`"):
+            sl.shard_map(swapped, in_specs="u v", out_specs="u v")(sl.shard(a, "u v"))
