@@ -1,5 +1,6 @@
 """What shardlib costs on one rank: CPU time per step of a small GPT (10.5M parameters) against the same arithmetic in
-plain torch.func, paired A B C A B C, with medians of ratios; and microseconds per op while types are on.
+plain torch.func (but for shardlib's fused RMSNorm and AdamW), paired A B C A B C, with medians of ratios; and
+microseconds per op while types are on.
 
     python -m benchmarks.overhead [--rounds 7] [--json]
 """
@@ -17,74 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
+from benchmarks.models import EPS, SIZES, Batch, Gpt, angles, loss, rotated, tokens
 from shardlib import tree
 
-SIZES = dict(vocab=8192, model=256, layers=6, heads=4, head=64, hidden=1024)
-SEQ, ROWS = 256, 4
-EPS = 1e-6
-
-
-@sl.pytree
-class Block:
-    norm1: Tensor = sl.spec("model", init="ones")
-    w_q: Tensor = sl.spec("model/dp heads/tp head")
-    w_k: Tensor = sl.spec("model/dp heads/tp head")
-    w_v: Tensor = sl.spec("model/dp heads/tp head")
-    w_o: Tensor = sl.spec("heads/tp head model/dp")
-    norm2: Tensor = sl.spec("model", init="ones")
-    w_gate: Tensor = sl.spec("model/dp hidden/tp")
-    w_up: Tensor = sl.spec("model/dp hidden/tp")
-    w_down: Tensor = sl.spec("hidden/tp model/dp")
-
-
-@sl.pytree
-class Gpt:
-    embed: Tensor = sl.spec("vocab/tp model/dp", init=0.02)
-    blocks: list[Block] = sl.stack("layers")
-    norm: Tensor = sl.spec("model", init="ones")
-    head: Tensor = sl.spec("model/dp vocab/tp")
-
-
-@sl.pytree
-class Batch:
-    tokens: Tensor = sl.spec("batch/dp seq")
-    targets: Tensor = sl.spec("batch/dp seq")
-    cos: Tensor = sl.spec("seq half")
-    sin: Tensor = sl.spec("seq half")
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def block(w: Block, x: Tensor, b: Batch) -> Tensor:
-    w = sl.gather(w, "dp")
-    h = F.rms_norm(x, x.shape[-1:], w.norm1, EPS)
-    q, k, v = (
-        sl.einsum("batch/dp seq model, model heads/tp head -> batch/dp heads/tp seq head", h, m)
-        for m in (w.w_q, w.w_k, w.w_v)
-    )
-    o = F.scaled_dot_product_attention(rope(q, b.cos, b.sin), rope(k, b.cos, b.sin), v, is_causal=True)
-    o = sl.einsum("batch/dp heads/tp seq head, heads/tp head model -> batch/dp seq model +tp", o, w.w_o)
-    x = x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
-    h = F.rms_norm(x, x.shape[-1:], w.norm2, EPS)
-    into = "batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp"
-    gate, up = sl.einsum(into, h, w.w_gate), sl.einsum(into, h, w.w_up)
-    o = sl.einsum("batch/dp seq hidden/tp, hidden/tp model -> batch/dp seq model +tp", F.silu(gate) * up, w.w_down)
-    return x + sl.psum("batch/dp seq model +tp -> batch/dp seq model", o)
-
-
-def loss(w: Gpt, b: Batch) -> sl.Mean:
-    embed, norm, head = sl.gather((w.embed, w.norm, w.head), "dp")
-    x = sl.embed("vocab/tp model, batch/dp seq -> batch/dp seq model +tp", embed, b.tokens)
-    x = sl.psum("batch/dp seq model +tp -> batch/dp seq model", x)
-    for layer in w.blocks:
-        x = block(layer, x, b)
-    x = F.rms_norm(x, x.shape[-1:], norm, EPS)
-    logits = sl.einsum("batch/dp seq model, model vocab/tp -> batch/dp seq vocab/tp", x, head)
-    return sl.token_loss("batch/dp seq vocab/tp, batch/dp seq", logits, b.targets)
-
+SIZE = SIZES["small"]
 
 # ---- the same arithmetic without shardlib
 
@@ -97,7 +34,7 @@ def plain_loss(flat: tuple[Tensor, ...], b: Batch) -> Tensor:
     for m in w.blocks:
         h = F.rms_norm(x, x.shape[-1:], m.norm1, EPS)
         q, k, v = (torch.einsum("bsm,mhd->bhsd", h, p) for p in (m.w_q, m.w_k, m.w_v))
-        o = F.scaled_dot_product_attention(rope(q, b.cos, b.sin), rope(k, b.cos, b.sin), v, is_causal=True)
+        o = F.scaled_dot_product_attention(rotated(q, b.cos, b.sin), rotated(k, b.cos, b.sin), v, is_causal=True)
         x = x + torch.einsum("bhsd,hdm->bsm", o, m.w_o)
         h = F.rms_norm(x, x.shape[-1:], m.norm2, EPS)
         gate, up = (torch.einsum("bsm,mf->bsf", h, p) for p in (m.w_gate, m.w_up))
@@ -152,14 +89,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    g = torch.Generator().manual_seed(0)
-    tokens, targets = (torch.randint(0, SIZES["vocab"], (ROWS, SEQ), generator=g) for _ in range(2))
-    angles = torch.arange(SEQ)[:, None] / 10000 ** (torch.arange(0, 64, 2) / 64)[None]
-    batch = Batch(tokens=tokens, targets=targets, cos=angles.cos(), sin=angles.sin())
+    (x, y), (cos, sin) = tokens(SIZE, 0, 1), angles(SIZE)
+    batch = Batch(tokens=x, targets=y, cos=cos, sin=sin)
     step = sl.step(loss, sl.optim.adamw(1e-3, b2=0.95, weight_decay=0.1), clip=1.0)
     runs: dict[str, Callable[[], Tensor]] = {}
     with sl.make_mesh(dp=1, tp=1, simulate=True):
-        params = sl.init(Gpt, sizes=SIZES, key=sl.random.key(0))
+        params = sl.init(Gpt, sizes=SIZE.sizes, key=sl.random.key(0))
         flat, structure = tree.flatten(sl.gather(params))
         STRUCTURE.append(structure)
         held: dict[str, Any] = {
