@@ -72,7 +72,7 @@ def adamw_(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> None:
-    """`adamw` in place: p (rounded once), m and v become the new ones, bit for bit. m and v are contiguous."""
+    """`adamw` in place: p, m and v become the new ones, but for the rounding of p. m and v are contiguous."""
     _check_adamw("adamw_", p, g, m, v, lr, count)
     if not (m.is_contiguous() and v.is_contiguous()):
         raise SpecError("adamw_ writes m and v in one pass over memory: make them contiguous")

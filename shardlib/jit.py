@@ -15,6 +15,7 @@ from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive
+from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
@@ -229,7 +230,7 @@ class Jitted:
 
         module = trace(run, [meta(_shards(x)[0]) for x in tensors], self.__name__)
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
-        for node, x in zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors, strict=True):
+        for node, x in zip(graph_inputs(module.graph), tensors, strict=True):
             node.meta["path"] = where[id(x)]
             if isinstance(x, Array) and int(where[id(x)].split(".")[0]) in self.donate:
                 node.meta["donated"] = True

@@ -21,6 +21,7 @@ from shardlib.graph.nodes import (
     group,
     positions,
     size_of,
+    wait_of,
     written,
 )
 
@@ -89,7 +90,7 @@ def bucket(module: GraphModule, limit: int = 16 << 20) -> GraphModule:
             full.append(b)
         b.starts.append(start)
         b.bytes += size
-        family = arranged(next(iter(start.users)))
+        family = arranged(wait_of(start))
         b.deadline = min([b.deadline, *(order[u] for n in family for u in n.users if u not in family)])
     for b in full:
         if len(b.starts) > 1:
@@ -112,7 +113,7 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
         rows = n if scatter else 1
         flat = emit(PACK, ([_source(arg(start), rows) for start in b.starts], rows), anchor)
         wait = emit(WAIT, (emit(first.target, (flat, *first.args[1:]), anchor),), anchor)
-        waits = [next(iter(start.users)) for start in b.starts]
+        waits = [wait_of(start) for start in b.starts]
         families = [arranged(w)[1:] for w in waits]
         results = _gathered(wait, b.starts, n) if gather else _pieces(wait, waits)
         for (old, new), family in zip(results, families, strict=True):
@@ -134,7 +135,7 @@ def _source(x: Node, rows: int) -> Node:
 
 def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, Node]]:
     """The nodes that are replaced, and by what: for each gather its result, or that in the order that is wanted."""
-    chains = [_rearranged(next(iter(s.users)), [n, *arg(s).meta["val"].shape]) for s in starts]
+    chains = [_rearranged(wait_of(s), [n, *arg(s).meta["val"].shape]) for s in starts]
     shapes = [list(arg(s).meta["val"].shape) for s in starts]
     orders = [c[1] if c else list(range(len(s) + 1)) for c, s in zip(chains, shapes, strict=True)]
     out = emit(UNPACK, (wait, n, shapes, orders), wait)
@@ -142,7 +143,7 @@ def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, No
     for i, (start, chain) in enumerate(zip(starts, chains, strict=True)):
         item = emit(getitem, (out, i), wait)
         if chain is None:
-            old = next(iter(start.users))
+            old = wait_of(start)
             found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), wait)))
         else:
             found.append((chain[0], item))

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import GraphModule
 
-from shardlib.graph.nodes import STARTS, WAIT, arg, emit, group
+from shardlib.graph.nodes import STARTS, WAIT, arg, emit, group, wait_of
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -20,7 +20,7 @@ def for_gloo(module: GraphModule) -> GraphModule:
     for start in [n for n in module.graph.nodes if STARTS.get(n.target) == "psum_scatter"]:
         if not start.meta["val"].is_floating_point():
             continue
-        (wait,) = start.users
+        wait = wait_of(start)
         name, n = group(start)
         x = arg(start)
         shape = x.meta["val"].shape

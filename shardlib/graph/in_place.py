@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
-from shardlib.graph.nodes import arg, dead_code, emit, positions, roots
+from shardlib.graph.nodes import arg, dead_code, emit, inputs, positions, roots
 
 _ADD, _ADD_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
@@ -98,8 +98,7 @@ def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
             calls.setdefault(node.target, []).append(node)
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)
-        inputs = [n for n in child.graph.nodes if n.op == "placeholder"]
-        for i, placeholder in enumerate(inputs):
+        for i, placeholder in enumerate(inputs(child.graph)):
             if all(storages.ends(site.args[i], site) for site in sites):
                 placeholder.meta["donated"] = True
         module.set_submodule(target, in_place(child))

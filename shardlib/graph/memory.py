@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from shardlib.graph.nodes import outputs, roots
+from shardlib.graph.nodes import inputs, outputs, roots
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
@@ -45,8 +45,8 @@ def alive(module: GraphModule, donated: Collection[int] = ()) -> list[Point]:
 
     `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end.
     """
-    paths = [n.meta.get("path", "") for n in _inputs(module.graph)]
-    given = ("donated" in n.meta for n in _inputs(module.graph))
+    paths = [n.meta.get("path", "") for n in inputs(module.graph)]
+    given = ("donated" in n.meta for n in inputs(module.graph))
     gone = [g or p.split(".")[0] in map(str, donated) for g, p in zip(given, paths, strict=True)]
     return list(_Graph(module, "step", [_of_path(p) for p in paths]).points(Counter(), gone))
 
@@ -56,17 +56,13 @@ def _of_path(path: str) -> str:
     return _BY_FIELD.get(path.split(".")[1] if "." in path else "", "other")
 
 
-def _inputs(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.op == "placeholder"]
-
-
 class _Graph:
     """One graph: which storages every node's value lies in, known by the nodes that made them, and what those hold.
     `kinds`: what the inputs do."""
 
     def __init__(self, module: GraphModule, name: str, kinds: Sequence[str]) -> None:
         self.graph, self.name = module.graph, name
-        self.inputs, self.results = _inputs(self.graph), outputs(self.graph)
+        self.inputs, self.results = inputs(self.graph), outputs(self.graph)
         self.kinds: dict[Node, str] = dict(zip(self.inputs, kinds, strict=True))
         self.roots = roots(self.graph)
         self.called: dict[Node, _Graph] = {}

@@ -76,11 +76,11 @@ def _moved_early(graph: torch.fx.Graph) -> None:
     """Put the nodes that are marked `early` behind the last of their operands, and behind what wrote into those."""
     place: dict[Node, tuple[int, int]] = {}
     held, last = roots(graph), dict[Node, int]()
-    inputs = sum(n.op == "placeholder" for n in graph.nodes)
+    first = len(inputs(graph))
     for i, node in enumerate(graph.nodes):
         operands = node.all_input_nodes
         after = [place[a][0] for a in operands] + [last[r] for a in operands for r in held[a] if r in last]
-        place[node] = (max([inputs, *after]), i) if "early" in node.meta else (i, i)
+        place[node] = (max([first, *after]), i) if "early" in node.meta else (i, i)
         last |= {r: place[node][0] for a in aliased(node, written=True) for r in held[a]}
     for node, following in pairwise(sorted(place, key=place.__getitem__)):
         if node.next is not following:
@@ -106,8 +106,13 @@ def _returned(graph: torch.fx.Graph, call: Node, at: int, found: dict[Node, set[
     """The storages of its arguments that a called graph hands back in its result number `at`."""
     child: Any = graph.owning_module.get_submodule(call.target)  # type: ignore[union-attr, arg-type]
     inner = roots(child.graph).get(outputs(child.graph)[at], set())
-    given = zip((n for n in child.graph.nodes if n.op == "placeholder"), call.args, strict=True)
+    given = zip(inputs(child.graph), call.args, strict=True)
     return {r for n, a in given if n in inner for r in found[a]}  # type: ignore[index]
+
+
+def inputs(graph: torch.fx.Graph) -> list[Node]:
+    """The placeholders of a graph, in order."""
+    return [n for n in graph.nodes if n.op == "placeholder"]
 
 
 def outputs(graph: torch.fx.Graph) -> list[Any]:
@@ -149,7 +154,7 @@ def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
 
 def used_placeholders(module: GraphModule) -> list[bool]:
     """Which inputs a graph reads."""
-    return [bool(n.users) for n in module.graph.nodes if n.op == "placeholder"]
+    return [bool(n.users) for n in inputs(module.graph)]
 
 
 # ---- collectives
@@ -168,6 +173,12 @@ ARRANGE: set[Any] = {
     torch.ops.aten.transpose.int,
     torch.ops.aten.squeeze.dim,
 }
+
+
+def wait_of(start: Node) -> Node:
+    """The node that waits for a collective."""
+    (wait,) = start.users
+    return wait
 
 
 def group(start: Node) -> tuple[str, int]:

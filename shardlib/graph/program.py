@@ -14,7 +14,7 @@ from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
-from shardlib.graph.nodes import STARTS, arg, group, size_of
+from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "inductor")
@@ -59,8 +59,8 @@ def collectives(
         if node.op == "call_module" and node.target not in done:
             done.add(node.target)
             child: Any = module.get_submodule(node.target)
-            inputs = zip((n for n in child.graph.nodes if n.op == "placeholder"), node.args, strict=True)
-            below = {n: path for n, arg in inputs if (path := _origin(arg, known))}
+            given = zip(inputs(child.graph), node.args, strict=True)
+            below = {n: path for n, arg in given if (path := _origin(arg, known))}
             out += collectives(child, node.target, times * called[node.target], below)
         if node.target in STARTS:
             out.append(_collective(node, graph, times, known))
@@ -140,7 +140,7 @@ def _inductor(module: GraphModule) -> Run:
     from torch._inductor.compile_fx import compile_fx  # the compiler behind torch.compile, for a graph made already
 
     def compile_one(part: GraphModule) -> Any:
-        return compile_fx(part, [n.meta["val"] for n in part.graph.nodes if n.op == "placeholder"])
+        return compile_fx(part, [n.meta["val"] for n in inputs(part.graph)])
 
     calls = {n.target for n in module.graph.nodes if n.op == "call_module"}
     if not calls:
@@ -183,7 +183,7 @@ class _Compiled(torch.nn.Module):
 def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
     """Give the inputs of a part the shapes that they have in the whole."""
     call = next(n for n in parent.graph.nodes if n.op == "call_module" and n.target == name)
-    for inner, outer in zip((n for n in child.graph.nodes if n.op == "placeholder"), call.args, strict=True):
+    for inner, outer in zip(inputs(child.graph), call.args, strict=True):
         if "val" not in inner.meta and isinstance(outer, Node):
             inner.meta["val"] = outer.meta["val"]
 
