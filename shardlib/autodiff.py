@@ -6,6 +6,7 @@ replicated, varying for varying, replicated for pending. A reduction that was mi
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -179,7 +180,7 @@ class GradFn:
             cotangents = tuple(
                 c._pvary(s.to(t.dtype), here.axes_of(here.type_of(t), "P")) for s, t in zip(seeds_, out, strict=True)
             )
-            with phase("backward"):
+            with phase("backward"), _last_derivative():
                 pulled = pull(cotangents)
             grads = [_dual(here, x, g, p) for x, g, (_, p) in zip(flat, pulled, names, strict=True)]
         result = tree.unflatten(treedef, grads)
@@ -187,6 +188,11 @@ class GradFn:
         if seeds is not None:
             return (mean, aux), result
         return (mean.value if aux.metrics is None and aux.extra is None else (mean.value, aux)), result
+
+
+def _last_derivative() -> Any:
+    """Inside no other transform nobody can differentiate a backward pass: torch then takes its fused derivatives."""
+    return torch.no_grad() if maybe_current_level() is None else nullcontext()
 
 
 def _check_weights(mean: Mean) -> None:

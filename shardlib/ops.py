@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlib import collectives as c
 from shardlib import layout, tree
+from shardlib.contract import einsum as _einsum
 from shardlib.errors import SpecError
 from shardlib.mean import Mean, summed_later
 from shardlib.patterns import axes_named, check_operand, failure, moved, resolve, state_sum
@@ -151,7 +152,7 @@ def einsum(pattern: str, *operands: Tensor) -> Tensor:
     letters = dict(zip((n for n in seen if n != "_"), string.ascii_letters, strict=False))
     terms = ",".join(_letters(s, letters) for s in specs)
     values = [state_sum(s, x) for s, x in zip(specs, operands, strict=True)]
-    return c._pending(torch.einsum(f"{terms}->{_letters(out, letters)}", *values), here.mesh.ordered(list(contracted)))
+    return c._pending(_einsum(f"{terms}->{_letters(out, letters)}", *values), here.mesh.ordered(list(contracted)))
 
 
 def _splits(text: str, specs: Sequence[Spec]) -> dict[str, Dim]:

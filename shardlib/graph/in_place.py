@@ -1,5 +1,6 @@
-"""`in_place`: new state is written where the old was, if the caller gave that up."""
+"""`in_place`: results are written where an operand was that nothing reads any more."""
 
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -7,9 +8,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
-from shardlib.graph.nodes import arg, dead_code, emit, inputs, positions, roots
+from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots
 
-_ADD, _ADD_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
 
 
@@ -20,18 +21,16 @@ def in_place(module: GraphModule) -> GraphModule:
         p2 = p + u                        ->      adamw_(p, g, m, v)
         return p2, m2, v2                         return p, m, v
 
-    `p + u` by itself becomes `p.add_(u)`; so does the sum of gradients in the graph of a micro-batch, to which the last
-    one's is given. Saves a second state, and the time to get its memory. The last pass: others need values that stay.
+    So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
+    in the graph of a micro-batch, to which the last one's is given. Saves a second state, and the time to get memory
+    for every result (the operating system clears it page by page). The last pass: others need values that stay.
     """
     storages = _Storages(module)
     for node in list(module.graph.nodes):
         if node.target is _ADAMW:
             _update(node, storages)
-        elif node.target is _ADD and not node.kwargs and _alike(arg(node), node) and storages.take(node, [arg(node)]):
-            with module.graph.inserting_before(node):
-                new = emit(_ADD_, node.args, node)
-            new.meta |= {k: v for k, v in node.meta.items() if k not in new.meta}
-            node.replace_all_uses_with(arg(new))
+        elif (found := _into(node.target)) is not None:
+            _written_into(node, *found, storages)
     _give_to_calls(module, storages)
     return dead_code(module)
 
@@ -44,8 +43,9 @@ class _Storages:
         self.roots = roots(module.graph)
         self.readers: dict[Node, set[Node]] = {}
         for node, held in self.roots.items():
+            reads = {w for u in node.users for w in (u, *(u.users if u.target in STARTS else ()))}  # up to its wait
             for root in held:
-                self.readers.setdefault(root, set()).update(node.users)
+                self.readers.setdefault(root, set()).update(reads)
 
     def take(self, at: Node, values: list[Any], besides: frozenset[Node] | set[Node] = frozenset()) -> bool:
         """Take the storages of `values`, operands of `at`, if nothing but `besides` reads any of them later."""
@@ -69,6 +69,32 @@ def _alike(x: Any, y: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return a.dim() > 0 and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@cache
+def _into(target: Any) -> tuple[Any, str] | None:
+    """The variant of an op on elements that writes into one of its operands: the op, and what it calls its result."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        op = getattr(target.overloadpacket, name)
+        out = [a.name for a in op._schema.arguments if a.is_out]
+        given = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+        if len(out) == 1 and given == wanted:  # those without a kernel of their own compute, then copy
+            return (op, out[0]) if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU") else None
+    return None
+
+
+def _written_into(node: Node, op: Any, name: str, storages: _Storages) -> None:
+    """The result of `node` written by `op` into the first operand that may be."""
+    operand = next((x for x in node.all_input_nodes if _alike(x, node) and storages.take(node, [x])), None)
+    if operand is None:
+        return
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: operand})
+    new.meta = node.meta
+    node.replace_all_uses_with(operand)
 
 
 def _update(node: Node, storages: _Storages) -> None:
