@@ -368,8 +368,7 @@ def token_loss(
     is an error of torch where it is not.
     """
     specs, here, local = parse_list(pattern, 2), region(), dict[str, int]()
-    axes = axes_named(specs, here)
-    pairs = zip(specs, (logits, targets), strict=True)
+    axes, pairs = axes_named(specs, here), zip(specs, (logits, targets), strict=True)
     scores, ids = (check_operand(s, x, pattern, axes, local) for s, x in pairs)
     if (scores.names[:-1], scores.chains[:-1]) != (ids.names, ids.chains):
         span = specs[1].dims[0].span if specs[1].dims else (0, 1)

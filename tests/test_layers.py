@@ -15,7 +15,7 @@ LAYERS = [
     ["spec"],  # the grammar; pure strings
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
-    ["random", "saves", "chunks", "phases"],  # know nothing of shardlib's types
+    ["random", "saves", "chunks", "phases", "contract"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
@@ -67,6 +67,7 @@ PRIVATE = {
     "checkpoint": "fake tensors",
     "graph.trace": "fake tensors, make_fx",
     "graph.program": "Inductor",
+    "graph.in_place": "which ops have kernels",
 }
 
 

@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib import passes, tree
 from shardlib.graph.buckets import UNPACK
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased
 from shardlib.graph.program import copied
 from shardlib.simulate import run_lockstep
 
@@ -241,7 +241,48 @@ def test_in_place_updates_a_donated_state(stage, adam, options):
 
 
 def is_write(node: Any) -> bool:
-    return str(node.target).endswith(("adamw_.default", "add_.Tensor"))
+    return bool(aliased(node, written=True))
+
+
+def test_in_place_writes_elements_where_nothing_reads_any_more():
+    """Not into arguments, nor what is read later, nor a value of another shape or dtype."""
+
+    def f(x: Tensor, row: Tensor) -> Any:
+        a = torch.exp(x)  # x belongs to the caller
+        b = torch.sin(a)  # a is read again
+        c = a * b  # into a
+        d = (c + row).sum(0)  # into c
+        return d * 2, (row * 2 > d) & (row > 1)  # d is read again; then `row * 2 > d` is bool, and written into
+
+    with sl.make_mesh(dp=1, simulate=True):
+        x, row = torch.rand(3, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+        run = sl.shard_map(f, in_specs=("a b", "b"), out_specs=("b", "b"))
+        args = sl.shard(x, "a b"), sl.shard(row, "b")
+        module = lowered(run, *args, use=[passes.in_place])
+        writes = [(str(n.target), str(n.kwargs["out"].target)) for n in module.graph.nodes if is_write(n)]
+        assert writes == [
+            ("aten.mul.out", "aten.exp.default"),
+            ("aten.add.out", "aten.exp.default"),
+            ("aten.bitwise_and.Tensor_out", "aten.gt.Tensor"),
+        ]
+        before = x.clone(), row.clone()
+        for got, wanted in zip(sl.gather(sl.jit(run)(*args)), f(x, row), strict=True):
+            assert torch.equal(got, wanted)
+        assert torch.equal(x, before[0]) and torch.equal(row, before[1])
+
+
+def test_in_place_leaves_what_is_still_being_sent():
+    def f(x: Tensor) -> Any:
+        sent = x * 2
+        total = sl.psum(sent, "dp")
+        return total, sent + 1  # runs before the wait, and must not write into what is being read
+
+    with sl.make_mesh(dp=2, simulate=True):
+        run = sl.shard_map(f, in_specs="n/dp", out_specs=("n", "n/dp"))
+        x = sl.shard(torch.arange(4.0), "n/dp")
+        module = lowered(run, x, use=[passes.overlap, passes.in_place])
+        names = [str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"]
+        assert names == ["mul", "all_reduce", "add", "wait_tensor"] and not any(map(is_write, module.graph.nodes))
 
 
 def test_in_place_leaves_what_others_hold():

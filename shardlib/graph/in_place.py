@@ -74,7 +74,7 @@ def _alike(x: Any, y: Any) -> bool:
 @cache
 def _into(target: Any) -> tuple[Any, str] | None:
     """The variant of an op on elements that writes into one of its operands: the op, and what it calls its result."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     for name in target.overloadpacket.overloads():
@@ -95,6 +95,7 @@ def _written_into(node: Node, op: Any, name: str, storages: _Storages) -> None:
         new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: operand})
     new.meta = node.meta
     node.replace_all_uses_with(operand)
+    storages.readers[operand] = storages.readers.pop(node, set())
 
 
 def _update(node: Node, storages: _Storages) -> None:
