@@ -17,7 +17,7 @@ from shardlib.errors import SpecError
 from shardlib.graph.trace import called, meta
 from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import Part, once, part_of, places
+from shardlib.parts import Memo, Part, once, part_of, places
 from shardlib.phases import noted, phase
 from shardlib.shard_map import borders
 from shardlib.sharding import leaf_of, move, settle
@@ -95,7 +95,7 @@ def planned(
     trainable: tree.Chooser | None,
 ) -> Callable[[Any, Any], Plan]:
     """`plan_for(state, batch)`, cached by the specs, shapes and dtypes of both, and which parameters are tied."""
-    plans: dict[Any, Plan] = {}
+    plans: dict[Any, Plan] = Memo()
 
     def plan_for(state: Any, batch: Any) -> Plan:
         mesh = current_mesh()

@@ -1,5 +1,6 @@
 """`jit`: a function on arrays traced once for each signature into a program of graphs, then run as generated code."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,15 +13,19 @@ from torch.fx import GraphModule
 
 from shardlib import tree
 from shardlib.array import Array
+from shardlib.cache import Program, cached
 from shardlib.errors import ShardError, SpecError, listing
+from shardlib.graph.digests import fingerprint, titles
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
+from shardlib.log import telling, wanted
+from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import once, places
+from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default
 from shardlib.shard_map import tracing
 from shardlib.simulate import run_lockstep
@@ -47,6 +52,8 @@ class Lowered:
     results: list[_Result]
     structure: Any
     seconds: float
+    name: str = "step"
+    met: bool = field(default=False, repr=False)  # whether all processes have agreed on it
     _run: Run | None = field(default=None, repr=False)
 
     @property
@@ -70,8 +77,12 @@ class Lowered:
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
             gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
-            module = applied([for_gloo], copied(self.module)) if gloo else self.module
-            self._run = runner(module, self.backend)
+            module, log = self.module, wanted(self.mesh)
+            if log is not None and self.backend == "graph":
+                module = telling(copied(module), log)
+            module = applied([for_gloo], copied(module)) if gloo else module
+            run = runner(module, self.backend)
+            self._run = log.around(run, self.name, self.mesh.name) if log is not None else run
         return self
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
@@ -111,11 +122,12 @@ class Jitted:
         backend: str,
         passes: tuple[Pass, ...],
         max_traces: int,
+        cache: str | None = None,
     ) -> None:
         self.f, self.donate, self.static, self.max_traces = f, donate, static, max_traces
-        self.backend, self.passes = backend, passes
+        self.backend, self.passes, self.cache = backend, passes, cache
         self.__name__ = getattr(f, "__name__", "jit")
-        self._programs: dict[Any, Lowered] = {}
+        self._programs: dict[Any, Lowered] = Memo()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["f"], name)
@@ -135,7 +147,7 @@ class Jitted:
         refuse_autocast()
         flat, treedef, static = self._flat(args)
         gone = self._donated(args)
-        program = self._program(flat, treedef, static)
+        program = self._program(flat, treedef, static, called=True)
         mesh = program.mesh
         tensors = _distinct(flat)
         shards = [x.donate() if id(x) in gone and isinstance(x, Array) else _shards(x) for x in tensors]
@@ -170,7 +182,7 @@ class Jitted:
                     held.update(dict.fromkeys(storages, where))
         return gone
 
-    def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Lowered:
+    def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], called: bool = False) -> Lowered:
         mesh = current_mesh()
         try:
             key = _Key(treedef, static, tuple(_signature(x) for x in flat), places(flat), _mesh_key(mesh), _settings())
@@ -178,19 +190,45 @@ class Jitted:
         except TypeError:
             self._refuse_unhashable(flat, treedef, static)
             raise
-        if found is None:
-            if len(self._programs) >= self.max_traces:
-                raise ShardError(
-                    f"{self.__name__} was traced for {len(self._programs)} signatures, which is max_traces: shapes, "
-                    "specs or static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
-                )
-            found = self._trace(flat, treedef, static, mesh)
-            if self._programs:
-                print(
-                    f"shardlib: {self.__name__} was traced again: {key.changed(next(reversed(self._programs)))}",
-                    file=sys.stderr,
-                )
-            self._programs[key] = found
+        if called and mesh.total > 1 and not mesh.simulate and not (found and found.met):
+            with Meeting(mesh, self.__name__, key.lines(mesh)) as meeting:
+                found = found or self._made(key, flat, mesh, meeting)
+                meeting.agree(fingerprint(found.module, mesh.debug), list(titles(found.module).values()))
+            found.met = True
+        return found or self._made(key, flat, mesh, None)
+
+    def _made(self, key: "_Key", flat: list[Any], mesh: Mesh, meeting: Meeting | None) -> Lowered:
+        """The program of a new signature, traced or loaded."""
+        if len(self._programs) >= self.max_traces:
+            raise ShardError(
+                f"{self.__name__} was traced for {len(self._programs)} signatures, which is max_traces: shapes, "
+                "specs or static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
+            )
+        began = time.perf_counter()
+
+        def trace() -> Program:
+            return self._trace(flat, key.structure, key.static)
+
+        if self.cache is None:
+            made = trace()
+        else:
+            example = tree.unflatten(key.structure, range(len(flat)))
+            parts = {
+                "function": (self.f, self.__name__),
+                "passes": self.passes,
+                "options": (self.backend, self.donate, self.static),
+                "arguments": (example, key.static, key.places, tuple(map(_described, flat))),
+            }
+            made = cached(self.cache, self.__name__, parts, mesh, example, trace, meeting)
+        results = [_Result(*r) for r in made.results]
+        seconds = time.perf_counter() - began
+        found = Lowered(made.module, mesh, self.backend, results, made.structure, seconds, self.__name__)
+        if self._programs:
+            print(
+                f"shardlib: {self.__name__} was traced again: {key.changed(next(reversed(self._programs)))}",
+                file=sys.stderr,
+            )
+        self._programs[key] = found
         return found
 
     def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
@@ -201,8 +239,8 @@ class Jitted:
                     f"{self.__name__}: {path} is a {type(x).__name__}; jit takes tensors, arrays and hashable constants"
                 )
 
-    def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], mesh: Mesh) -> Lowered:
-        began = time.perf_counter()
+    def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Program:
+        mesh = current_mesh()
         tensors = _distinct(flat)
         for x in tensors:
             if isinstance(x, Array) and x.mesh.shape != mesh.shape:
@@ -238,7 +276,7 @@ class Jitted:
         paths = {r.position: path for r, path in reversed(list(ends)) if r.position >= 0}
         module.graph.output_node().meta["paths"] = [paths[i] for i in range(len(paths))]
         module = applied(self.passes, module)
-        return Lowered(module, mesh, self.backend, kept[0], kept[1], time.perf_counter() - began)
+        return Program(module, [(r.spec, r.shape, r.constant, r.position) for r in kept[0]], kept[1])
 
 
 def _distinct(flat: Sequence[Any]) -> list[Tensor]:
@@ -260,6 +298,15 @@ def _signature(x: Any) -> Any:
     local = _shards(x)[0]
     spec = x.spec if isinstance(x, Array) else None
     return (spec, tuple(x.shape), strides(local), x.dtype, x.device)
+
+
+def _described(x: Any) -> Any:
+    """A leaf for the key of a file: the same on all ranks, and in every process."""
+    if not isinstance(x, Tensor):
+        return x
+    local, spec = _shards(x)[0], x.spec if isinstance(x, Array) else None
+    said = (str(spec), spec.stacked) if spec is not None else None
+    return said, tuple(x.shape), tuple(local.shape), strides(local), x.dtype, x.device.type
 
 
 def _mesh_key(mesh: Mesh) -> Any:
@@ -286,6 +333,15 @@ class _Key(NamedTuple):
     mesh: Any
     settings: Any
 
+    def lines(self, mesh: Mesh) -> list[str]:
+        """What must be the same on all ranks, in lines."""
+        said = [f"the mesh is {mesh.name}", f"SHARDLIB_DEBUG is {'on' if mesh.debug else 'off'}"]
+        said += [
+            f"{path} is {_said(x, exact=True)}"
+            for path, x in zip(_argument_paths(self.structure), self.leaves, strict=True)
+        ]
+        return said + [f"static argument number {i} is {_plain(x)}" for i, x in enumerate(self.static)]
+
     def changed(self, old: "_Key") -> str:
         """What differs from another key, in a line."""
         if self.mesh != old.mesh:
@@ -302,13 +358,18 @@ class _Key(NamedTuple):
         return said[0] + more if said else "torch's settings differ"
 
 
-def _said(signature: Any) -> str:
+def _said(signature: Any, exact: bool = False) -> str:
+    """A leaf's signature in words; `exact`: with strides wherever they are not those of its shape."""
     if len(signature) == 3:
-        return repr(signature[1])
+        return _plain(signature[1]) if exact else repr(signature[1])
     spec, shape, stride, dtype, _ = signature
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (
-        f" `{spec}`" if spec is not None else f" of strides {list(stride)}"
-    )
+    told = f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" `{spec}`" if spec is not None else "")
+    return told if spec is not None and not exact else f"{told} of strides {list(stride)}"
+
+
+def _plain(x: Any) -> str:
+    """A constant in words that are the same on all ranks."""
+    return repr(x) if x is None or isinstance(x, (bool, int, float, str)) else f"a {type(x).__name__}"
 
 
 def jit(
@@ -319,6 +380,7 @@ def jit(
     backend: str = "graph",
     passes: Sequence[Pass] = default,
     max_traces: int = 8,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Trace `f(*arrays)` into a program of graphs, once for each signature, and run that.
 
@@ -332,10 +394,13 @@ def jit(
     `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
     `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or
     `"inductor"`. `passes`: functions from graph to graph, in order (`sl.passes.default`; `[]`: the program as written).
-    Raises `SpecError` for Python that looks at a tensor's value.
+    `cache`: a folder for programs: what is found there is not traced, by the other ranks or by the next run.
+    On several processes the first call for each signature must be made by all of them, which compare arguments and
+    collectives before anything is sent. Raises `SpecError` for Python that looks at a tensor's value, `RankError` where
+    ranks differ.
     """
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    return Jitted(f, donate, static, backend, tuple(passes), max_traces)
+    return Jitted(f, donate, static, backend, tuple(passes), max_traces, None if cache is None else os.fspath(cache))

@@ -25,7 +25,8 @@ class Mesh:
     """Ranks laid out row-major over named axes, outermost first.
 
     `groups` names tuples of axes; a group may stand wherever an axis may. On a simulated mesh this process plays
-    every rank, otherwise it is the rank that the process group says.
+    every rank, otherwise it is the rank that the process group says. `debug`: jitted programs that ranks do not share
+    are refused, and errors name the collective; `log`: the folder of logs ("": none).
     """
 
     shape: dict[str, int]
@@ -34,6 +35,8 @@ class Mesh:
     rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: timedelta | None = None
+    debug: bool = False
+    log: str = ""
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
@@ -304,4 +307,5 @@ def make_mesh(
         dist.init_process_group(backend, launched.where, timeout=wait, rank=launched.rank, world_size=launched.world)
     _warn_straddling(shape, launched.ranks_here if launched else 0)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(shape, named_groups, rank=rank, device=device, timeout=wait)
+    debug, log = os.environ.get("SHARDLIB_DEBUG", "") not in ("", "0"), os.environ.get("SHARDLIB_LOG", "")
+    return Mesh(shape, named_groups, rank=rank, device=device, timeout=wait, debug=debug, log=log)

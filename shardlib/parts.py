@@ -13,6 +13,10 @@ from shardlib import tree
 from shardlib.errors import located
 
 
+class Memo(dict[Any, Any]):
+    """What a function remembers of earlier calls: no part of what it is (`identity`)."""
+
+
 def firsts(keys: Iterable[Hashable]) -> tuple[int, ...]:
     """For each key the position at which it first appears."""
     seen: dict[Hashable, int] = {}

@@ -27,7 +27,7 @@ from shardlib.array import Array
 from shardlib.errors import MeshError, SpecError, defined, located
 from shardlib.insert import per_device, refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
-from shardlib.parts import firsts, once
+from shardlib.parts import Memo, firsts, once
 from shardlib.simulate import run_threads
 from shardlib.spec import Cut, Dim, Spec, as_spec
 from shardlib.types import Leaf, Region
@@ -176,7 +176,7 @@ def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, mesh: Mes
     arguments is one tensor inside, and a tensor that stands at several places of the result is one array. Raises
     `SpecError` before anything is sent when specs, shapes or types do not fit. As `jax.shard_map`.
     """
-    seen: dict[Any, _Known] = {}
+    seen: dict[Any, _Known] = Memo()
 
     def run(*args: Any) -> Any:
         refuse_autocast()

@@ -32,6 +32,9 @@ LAYERS = [
     ["graph.nodes", "graph.trace", "graph.memory"],
     ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.in_place", "graph.gloo", "passes"],
     ["graph.program"],
+    ["identity", "meeting"],  # what functions are; what processes run together
+    ["graph.stored", "graph.digests", "log", "cache"],
+    ["cli.hang", "cli.command", "__main__"],
     ["jit"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
@@ -68,6 +71,9 @@ PRIVATE = {
     "graph.trace": "fake tensors, make_fx",
     "graph.program": "Inductor",
     "graph.in_place": "which ops have kernels",
+    "graph.stored": "fake tensors, ops",
+    "identity": "ops",
+    "meeting": "the store of the default process group",
 }
 
 

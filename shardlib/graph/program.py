@@ -51,7 +51,13 @@ def collectives(
 
     `paths`: of the graph's inputs, where they are not known by themselves.
     """
-    out: list[Collective] = []
+    return [one for _, one in found(module, graph, times, paths)]
+
+
+def found(
+    module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
+) -> Iterator[tuple[Node, Collective]]:
+    """The same, each with its node."""
     known = {n: n.meta["path"] for n in module.graph.nodes if "path" in n.meta} | dict(paths or {})
     called = Counter(n.target for n in module.graph.nodes if n.op == "call_module")
     done: set[Any] = set()
@@ -61,10 +67,9 @@ def collectives(
             child: Any = module.get_submodule(node.target)
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
-            out += collectives(child, node.target, times * called[node.target], below)
+            yield from found(child, node.target, times * called[node.target], below)
         if node.target in STARTS:
-            out.append(_collective(node, graph, times, known))
-    return out
+            yield node, _collective(node, graph, times, known)
 
 
 def bytes_sent(op: str, size: int, n: int) -> int:

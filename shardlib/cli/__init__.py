@@ -1,0 +1,3 @@
+"""The command line."""
+
+from shardlib.cli.command import main as main

@@ -1,0 +1,85 @@
+"""`shardlib hang DIR`: which rank of a hung run did not reach which collective, from the logs of `SHARDLIB_LOG`."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardlib.log import Line, read
+from shardlib.mesh import Mesh
+from shardlib.wire import named
+
+Place = tuple[int, int]  # a collective: the number of the call, its number in it
+
+
+def add(parser: ArgumentParser) -> None:
+    """The arguments."""
+    parser.add_argument("folder", type=Path, help="what SHARDLIB_LOG was when the run hung")
+
+
+def run(args: Namespace) -> int:
+    """Print the report; 1 where there is nothing to read."""
+    logs = read(args.folder) if args.folder.is_dir() else {}
+    if not any(logs.values()):
+        print(f"{args.folder} holds no logs: start the run with SHARDLIB_LOG={args.folder}")
+        return 1
+    print("\n".join(report(logs)))
+    return 0
+
+
+def report(logs: Mapping[int, Sequence[Line]]) -> list[str]:
+    """The findings, then the last line of every rank."""
+    mesh = _mesh(logs)
+    started = {r: {(x.call, x.number): x for x in lines if x.event == "start"} for r, lines in logs.items()}
+    done = {r: {(x.call, x.number) for x in lines if x.event == "done"} for r, lines in logs.items()}
+    last = {r: lines[-1].call if lines else 0 for r, lines in logs.items()}
+    waits = {r: sorted(p for p in at if p[0] == last[r] and p not in done[r]) for r, at in started.items()}
+    findings = []
+    for place in sorted({p for ps in waits.values() for p in ps}):
+        those = [r for r, ps in waits.items() if place in ps]
+        line = started[those[0]][place]
+        members = {m for r in those for m in mesh.members(r, _axes(line))}
+        others = {r for r in members if r in logs and place in started[r]}
+        told = {r: _what(started[r][place]) for r in others}
+        where = f"{_what(line)} (#{line.number} of step {line.step} of {line.name})"
+        if len(set(told.values())) > 1:
+            findings += [f"ranks differ in #{line.number} of step {line.step} of {line.name}:"]
+            findings += [f"  rank {r}: {text}" for r, text in sorted(told.items())]
+        elif missing := sorted(members - others):
+            findings += [f"rank {r} did not reach {where}; {_last(logs.get(r, ()))}" for r in missing]
+        if findings:
+            findings.append(f"{named(those)} wait{'s' * (len(those) == 1)} there")
+            break
+    if not findings:
+        absent = sorted({*range(mesh.total)} - {*logs})
+        findings = [f"{named(absent)} wrote no log"] if absent else []
+        waiting = [r for r, ps in waits.items() if ps]
+        say = f"{named(waiting)} wait for collectives that all have reached: the network, or a rank that died"
+        findings.append(say if waiting else "no rank waits for a collective")
+    return [*findings, "", *(f"rank {r}: {_last(logs.get(r, ()))}" for r in range(mesh.total))]
+
+
+def _mesh(logs: Mapping[int, Sequence[Line]]) -> Mesh:
+    """The mesh of the last calls."""
+    names = [line.text for lines in logs.values() for line in lines if line.event == "call"]
+    sizes = dict(pair.split("=") for pair in (names or [""])[-1].split(",") if pair)
+    return Mesh({axis: int(n) for axis, n in sizes.items()}, simulate=True)
+
+
+def _what(line: Line) -> str:
+    """The op, name and axis of a collective."""
+    return line.text.split(", ")[0]
+
+
+def _axes(line: Line) -> list[str]:
+    return re.findall(r" over `([^`]*)`,", line.text)[-1].split(",")
+
+
+def _last(lines: Sequence[Line]) -> str:
+    """What a rank did last."""
+    if not lines:
+        return "it wrote no log"
+    x = lines[-1]
+    what = {"call": "began", "return": "finished", "start": "started", "done": "waited for"}[x.event]
+    place = f" {x.text} (#{x.number})," if x.number else ""
+    return f"last {what}{place} step {x.step} of {x.name}, at {x.time:.3f}"

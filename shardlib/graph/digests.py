@@ -1,0 +1,64 @@
+"""What the collectives of a program are, in lines that ranks compare, and the titles that messages give them."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from shardlib.errors import of_users
+from shardlib.graph.nodes import inputs
+from shardlib.graph.program import Collective, found
+
+
+def titles(module: GraphModule) -> dict[Node, str]:
+    """For every collective, in order: ``psum `w_in` over `dp`, float32[4, 2], model.py:31``."""
+    return {node: _title(node, one) for node, one in found(module)}
+
+
+def _title(node: Node, one: Collective) -> str:
+    dtype = str(one.dtype).removeprefix("torch.")
+    return ", ".join([f"{one.op} `{one.name}` over `{one.axis}`", f"{dtype}{list(one.shape)}", *place(node)])
+
+
+def place(node: Node) -> list[str]:
+    """The user's line that made a node, `model.py:31`, if it is known."""
+    frames = re.findall(r'File "([^"\n]+)", line (\d+)', node.stack_trace or "")
+    return [f"{os.path.basename(file)}:{line}" for file, line in frames if of_users(file)][-1:]
+
+
+def fingerprint(module: GraphModule, strict: bool) -> list[str]:
+    """A line for every collective: op, axis, shape, dtype; `strict`: name, too, and a digest of what computes it."""
+    made = _digests(module, {}) if strict else {}
+    lines = []
+    for node, one in found(module):
+        line = f"{one.graph} {one.op} {one.axis} {list(one.shape)} {one.dtype} x{one.times}"
+        lines.append(f"{line} {one.name} {made[node]}" if strict else line)
+    return lines
+
+
+def _digests(module: GraphModule, given: Mapping[Node, str]) -> dict[Node, str]:
+    """For every node, those of called graphs too, a digest of how its value is computed from the program's inputs."""
+    made: dict[Node, str] = {**given}
+    for i, node in enumerate(module.graph.nodes):
+        if node in made:
+            continue
+        parts = [node.op, str(node.target), node.meta.get("path", str(i) if node.op == "placeholder" else "")]
+        parts += [_said(a, made) for a in (*node.args, *sorted(node.kwargs.items()))]
+        made[node] = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        if node.op == "call_module":
+            child: Any = module.get_submodule(node.target)
+            inner = _digests(child, dict(zip(inputs(child.graph), map(made.__getitem__, node.args), strict=True)))
+            made = inner | made
+    return made
+
+
+def _said(x: Any, made: Mapping[Node, str]) -> str:
+    if isinstance(x, Node):
+        return made[x]
+    if isinstance(x, (tuple, list)):
+        return f"[{' '.join(_said(y, made) for y in x)}]"
+    return x.type if isinstance(x, torch.device) else repr(x)

@@ -1,0 +1,147 @@
+"""What a rank is doing: a line in a file of its own when a collective starts and when it has been waited for.
+
+Every line is written at once, so that it outlives the process. A file holds the last lines only: at a megabyte it
+becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shardlib.graph.digests import titles
+from shardlib.graph.nodes import WAIT
+from shardlib.mesh import Mesh
+
+LIMIT = 1 << 20  # bytes of a file
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: at `time` (seconds since 1970), in call number `call` of this process, the `step`-th of `name`, what
+    happened (`call`, `start`, `done`, `return`), to collective number `number` of the call, and what that is.
+
+    The text of a `call` line is the mesh: `dp=2,tp=2`.
+    """
+
+    time: float
+    call: int
+    name: str
+    step: int
+    event: str
+    number: int = 0
+    text: str = ""
+
+
+class Log:
+    """A rank's file in a folder; without a folder, only where the rank is."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.call, self.steps, self.number = 0, dict[str, int](), 0
+        self.name, self.running = "", dict[str, int]()
+        self.path = Path(folder, f"rank{rank}.log") if folder else None
+        self.file, self.size = -1, 0
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.with_suffix(".old.log").unlink(missing_ok=True)
+            self._open()
+
+    def _open(self) -> None:
+        assert self.path is not None
+        self.file, self.size = os.open(self.path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND), 0
+
+    def write(self, event: str, number: int = 0, text: str = "") -> None:
+        """A line."""
+        if self.path is None:
+            return
+        if self.size > LIMIT:
+            os.close(self.file)
+            self.path.replace(self.path.with_suffix(".old.log"))
+            self._open()
+        line = (f"{time.time():.6f}", self.call, self.name, self.steps[self.name], event, number, text)
+        self.size += os.write(self.file, ("\t".join(map(str, line)) + "\n").encode())
+
+    def start(self, text: str) -> None:
+        """A collective starts."""
+        self.number += 1
+        self.running[text] = self.number
+        self.write("start", self.number, text)
+
+    def done(self, text: str) -> None:
+        """It has been waited for."""
+        self.write("done", self.running.pop(text), text)
+
+    def around(self, run: Run, name: str, mesh: str) -> Run:
+        """`run`, a program whose collectives tell this log; its errors say in which of them they came up."""
+
+        def logged(inputs: list[Tensor]) -> list[Tensor]:
+            self.call, self.name, self.number = self.call + 1, name, 0
+            self.steps[name] = self.steps.get(name, 0) + 1
+            self.running.clear()
+            self.write("call", 0, mesh)
+            try:
+                out = run(inputs)
+            except Exception as e:
+                waited = ", ".join(f"{text} (#{n})" for text, n in self.running.items()) or "no collective"
+                e.add_note(f"in call {self.steps[name]} of `{name}`, where it waited for {waited}")
+                raise
+            self.write("return")
+            return out
+
+        return logged
+
+
+@cache
+def log_of(folder: str, rank: int, pid: int) -> Log:
+    """The log of this process, whose id is `pid` (a fork has its own)."""
+    return Log(folder, rank)
+
+
+def wanted(mesh: Mesh) -> Log | None:
+    """The log of a mesh of several processes: of `SHARDLIB_LOG`'s folder, or in debug mode of none."""
+    if mesh.simulate or mesh.total == 1 or not (mesh.log or mesh.debug):
+        return None
+    return log_of(mesh.log, mesh.rank, os.getpid())
+
+
+def telling(module: GraphModule, log: Log) -> GraphModule:
+    """The program with a call of the log before each collective, and one after it has been waited for."""
+    for node, text in _named(titles(module)).items():
+        ends = [u for u in node.users if u.target is WAIT] or [node]
+        with node.graph.inserting_before(node):
+            node.graph.call_function(log.start, (text,))
+        with node.graph.inserting_after(ends[0]):
+            node.graph.call_function(log.done, (text,))
+    return module
+
+
+def _named(said: Mapping[Node, str]) -> dict[Node, str]:
+    """Every title once: of several equal ones the second is `... [2]`."""
+    seen: dict[str, int] = {}
+    out: dict[Node, str] = {}
+    for node, text in said.items():
+        seen[text] = seen.get(text, 0) + 1
+        out[node] = text if seen[text] == 1 else f"{text} [{seen[text]}]"
+    return out
+
+
+def read(folder: Path) -> dict[int, list[Line]]:
+    """The lines of every rank, in order; a last line that was cut off is left out."""
+    out: dict[int, list[Line]] = {}
+    for path in sorted(folder.glob("rank*.log"), key=lambda p: not p.name.endswith(".old.log")):
+        rank = int(path.name.removeprefix("rank").split(".")[0])
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+        out.setdefault(rank, []).extend(_parsed(line.split("\t")) for line in lines if line.count("\t") == 6)
+    return out
+
+
+def _parsed(fields: list[Any]) -> Line:
+    when, call, name, step, event, number, text = fields
+    return Line(float(when), int(call), name, int(step), event, int(number), text)
