@@ -1,7 +1,6 @@
 """Contractions of plain tensors: einsum, as one matrix product wherever it is one."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 import sysconfig
 import types
@@ -76,7 +77,7 @@ class _Walk:
         """`x`, which is called `at` in messages."""
         if isinstance(x, enum.Enum):
             self.put("enum", x.name)
-            return self.value(type(x), at)
+            return self.value((x.value, type(x)), at)
         if type(x) in _VALUES or isinstance(x, _TORCH_VALUES):
             return self.put(type(x).__name__, repr(x))
         if type(x) is float:
@@ -248,8 +249,15 @@ _C_FUNCTIONS = (
 
 
 def _known(root: str) -> bool:
-    """Whether a package's version says what its code is."""
-    return root in KNOWN or (root in sys.stdlib_module_names and root != "__main__")
+    """Whether a package's version says what its code is; not where a module of the user's has a library's name."""
+    if root in KNOWN:
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None) or _LIBRARY
+    return root in sys.stdlib_module_names and root != "__main__" and _in_library(file)
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(("<frozen ", _LIBRARY)) and not re.search(r"\b(site|dist)-packages\b", file)
 
 
 def _origin(file: str, module: str | None) -> str | None:
@@ -260,9 +268,7 @@ def _origin(file: str, module: str | None) -> str | None:
     home = getattr(sys.modules.get(root), "__file__", None) or ""
     if root in KNOWN and file.startswith(str(Path(home).parent)):
         return f"{root} {getattr(sys.modules[root], '__version__', '')} {file.removeprefix(str(Path(home).parent))}"
-    if file.startswith(("<frozen ", _LIBRARY)) and "site-packages" not in file and "dist-packages" not in file:
-        return file.removeprefix(_LIBRARY)
-    return None
+    return file.removeprefix(_LIBRARY) if _in_library(file) else None
 
 
 def _reachable(f: types.FunctionType) -> bool:
@@ -284,7 +290,7 @@ def _globals(f: types.FunctionType, at: str) -> Iterator[tuple[str, Any]]:
             if step.opname == "IMPORT_NAME":
                 level, names = steps[i - 2].argval, steps[i - 1].argval
                 yield from _imported("." * level + str(step.argval), names, f.__globals__.get("__package__"), at)
-            if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
                 continue
             path = str(step.argval)
             held = f.__globals__.get(path, getattr(builtins, path, _MISSING))

@@ -5,9 +5,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -20,14 +19,15 @@ from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
-from shardlib.graph.trace import meta, strides, trace
+from shardlib.graph.trace import meta, trace
 from shardlib.insert import refuse_autocast
 from shardlib.log import telling, wanted
 from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default
-from shardlib.shard_map import tracing
+from shardlib.shard_map import shards_of, tracing
+from shardlib.signature import Signature, argument_paths, described, mesh_key, settings, signature_of
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
 
@@ -150,7 +150,7 @@ class Jitted:
         program = self._program(flat, treedef, static, called=True)
         mesh = program.mesh
         tensors = _distinct(flat)
-        shards = [x.donate() if id(x) in gone and isinstance(x, Array) else _shards(x) for x in tensors]
+        shards = [x.donate() if id(x) in gone and isinstance(x, Array) else shards_of(x) for x in tensors]
         ranks = range(mesh.total) if mesh.simulate else range(1)
         inputs = [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
         del shards, tensors, flat
@@ -171,7 +171,7 @@ class Jitted:
                 if not isinstance(x, Tensor) or (i in self.donate and id(x) in gone):
                     continue
                 where = f"argument {i}, `{path}`" if path else f"argument {i}"
-                storages = {s.untyped_storage()._cdata for s in _shards(x)}
+                storages = {s.untyped_storage()._cdata for s in shards_of(x)}
                 other = next((held[s] for s in storages if s in held), None)
                 if other is not None:
                     raise ShardError(
@@ -185,7 +185,9 @@ class Jitted:
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], called: bool = False) -> Lowered:
         mesh = current_mesh()
         try:
-            key = _Key(treedef, static, tuple(_signature(x) for x in flat), places(flat), _mesh_key(mesh), _settings())
+            key = Signature(
+                treedef, static, tuple(signature_of(x) for x in flat), places(flat), mesh_key(mesh), settings()
+            )
             found = self._programs.get(key)
         except TypeError:
             self._refuse_unhashable(flat, treedef, static)
@@ -197,7 +199,7 @@ class Jitted:
             found.met = True
         return found or self._made(key, flat, mesh, None)
 
-    def _made(self, key: "_Key", flat: list[Any], mesh: Mesh, meeting: Meeting | None) -> Lowered:
+    def _made(self, key: Signature, flat: list[Any], mesh: Mesh, meeting: Meeting | None) -> Lowered:
         """The program of a new signature, traced or loaded."""
         if len(self._programs) >= self.max_traces:
             raise ShardError(
@@ -217,7 +219,7 @@ class Jitted:
                 "function": (self.f, self.__name__),
                 "passes": self.passes,
                 "options": (self.backend, self.donate, self.static),
-                "arguments": (example, key.static, key.places, tuple(map(_described, flat))),
+                "arguments": (example, key.static, key.places, tuple(map(described, flat))),
             }
             made = cached(self.cache, self.__name__, parts, mesh, example, trace, meeting)
         results = [_Result(*r) for r in made.results]
@@ -232,7 +234,7 @@ class Jitted:
         return found
 
     def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
-        where = [*_argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
+        where = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
         for path, x in zip(where, [*flat, *static], strict=True):
             if not isinstance(x, Tensor) and type(x).__hash__ is None:
                 raise SpecError(
@@ -260,13 +262,13 @@ class Jitted:
             def result(x: Any) -> _Result:
                 if not isinstance(x, Tensor):
                     return _Result(constant=x)
-                values.append(_shards(x)[0])
+                values.append(shards_of(x)[0])
                 return _Result(x.spec if isinstance(x, Array) else None, tuple(x.shape), position=len(values) - 1)
 
             kept[:] = [list(map(once(result), out)), structure]
             return values
 
-        module = trace(run, [meta(_shards(x)[0]) for x in tensors], self.__name__)
+        module = trace(run, [meta(shards_of(x)[0]) for x in tensors], self.__name__)
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
         for node, x in zip(graph_inputs(module.graph), tensors, strict=True):
             node.meta["path"] = where[id(x)]
@@ -284,92 +286,8 @@ def _distinct(flat: Sequence[Any]) -> list[Tensor]:
     return [x for i, (x, at) in enumerate(zip(flat, places(flat), strict=True)) if at == i and isinstance(x, Tensor)]
 
 
-def _shards(x: Tensor) -> list[Tensor]:
-    return x.shards if isinstance(x, Array) else [x]
-
-
 def _like(x: Tensor, local: Tensor) -> Tensor:
     return Array([local], x.spec, x.shape, x.mesh) if isinstance(x, Array) else local
-
-
-def _signature(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return type(x), x, repr(x) if isinstance(x, float) else None  # -0.0 equals 0.0
-    local = _shards(x)[0]
-    spec = x.spec if isinstance(x, Array) else None
-    return (spec, tuple(x.shape), strides(local), x.dtype, x.device)
-
-
-def _described(x: Any) -> Any:
-    """A leaf for the key of a file: the same on all ranks, and in every process."""
-    if not isinstance(x, Tensor):
-        return x
-    local, spec = _shards(x)[0], x.spec if isinstance(x, Array) else None
-    said = (str(spec), spec.stacked) if spec is not None else None
-    return said, tuple(x.shape), tuple(local.shape), strides(local), x.dtype, x.device.type
-
-
-def _mesh_key(mesh: Mesh) -> Any:
-    return mesh.name, tuple(mesh.groups.items()), mesh.simulate
-
-
-def _settings() -> tuple[Any, ...]:
-    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-
-
-def _argument_paths(treedef: Any) -> list[str]:
-    """`argument 0, `blocks.w``, for every leaf of the tuple of arguments."""
-    split = [p.partition(".") for p in tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))]
-    return [f"argument {i}, `{path}`," if path else f"argument {i}" for i, _, path in split]
-
-
-class _Key(NamedTuple):
-    """What a program was traced for."""
-
-    structure: Any
-    static: tuple[Any, ...]
-    leaves: tuple[Any, ...]
-    places: tuple[int, ...]
-    mesh: Any
-    settings: Any
-
-    def lines(self, mesh: Mesh) -> list[str]:
-        """What must be the same on all ranks, in lines."""
-        said = [f"the mesh is {mesh.name}", f"SHARDLIB_DEBUG is {'on' if mesh.debug else 'off'}"]
-        said += [
-            f"{path} is {_said(x, exact=True)}"
-            for path, x in zip(_argument_paths(self.structure), self.leaves, strict=True)
-        ]
-        return said + [f"static argument number {i} is {_plain(x)}" for i, x in enumerate(self.static)]
-
-    def changed(self, old: "_Key") -> str:
-        """What differs from another key, in a line."""
-        if self.mesh != old.mesh:
-            return f"the mesh is {self.mesh[0]}, it was {old.mesh[0]}"
-        if self.static != old.static:
-            return f"static arguments are {self.static}, they were {old.static}"
-        if self.structure != old.structure:
-            return "the arguments have another structure"
-        pairs = zip(_argument_paths(self.structure), self.leaves, old.leaves, strict=True)
-        said = [f"{path} is {_said(new)}, it was {_said(was)}" for path, new, was in pairs if new != was]
-        more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-        if not said and self.places != old.places:
-            return "other arguments are one and the same array"
-        return said[0] + more if said else "torch's settings differ"
-
-
-def _said(signature: Any, exact: bool = False) -> str:
-    """A leaf's signature in words; `exact`: with strides wherever they are not those of its shape."""
-    if len(signature) == 3:
-        return _plain(signature[1]) if exact else repr(signature[1])
-    spec, shape, stride, dtype, _ = signature
-    told = f"{str(dtype).removeprefix('torch.')}{list(shape)}" + (f" `{spec}`" if spec is not None else "")
-    return told if spec is not None and not exact else f"{told} of strides {list(stride)}"
-
-
-def _plain(x: Any) -> str:
-    """A constant in words that are the same on all ranks."""
-    return repr(x) if x is None or isinstance(x, (bool, int, float, str)) else f"a {type(x).__name__}"
 
 
 def jit(

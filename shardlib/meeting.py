@@ -10,7 +10,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from shardlib.mesh import Mesh
 from shardlib.wire import by_rank
 
 _PATIENCE = 10.0  # seconds until a line on stderr says who is waited for
+_TRACING = 600.0  # seconds that a rank that has come may take for its program, beyond the mesh's timeout
 
 
 class Meeting:
@@ -115,16 +115,17 @@ class Meeting:
     def _wait(self, key: str, rank: int, *others: str) -> None:
         """Until `rank` has written `key`, or one of the others. Raises `RankError` when it never will."""
         self._post(f"waits/{self.label}", self.mesh.rank, {})
-        said = False
-        for waited in _ticks(self.timeout):
+        said, limit = False, self.timeout.total_seconds()
+        for waited in _ticks():
             if any(self.store.check([k]) for k in (key, *others)):
                 return
+            if waited > limit + _TRACING * (self._read("at", rank).get("label") == self.label):
+                raise _told(f"{self._missed(rank)} within {waited:.0f} s")
             if waited > 0.5 and not self.mesh.rank and (away := self._elsewhere(rank)):
                 raise _told(away)
             if waited > _PATIENCE and not said:
                 said = True
                 print(f"shardlib: {self._missed(rank)}; waiting", file=sys.stderr)
-        raise _told(f"{self._missed(rank)} within {self.timeout.total_seconds():g} s")
 
     def _elsewhere(self, rank: int) -> str:
         """What is wrong if a rank waits in another first call, to which this one has not come; told there, too."""
@@ -163,11 +164,11 @@ def _differences(lines: Mapping[int, Sequence[str]]) -> str:
     return by_rank({r: text or "nothing more" for r, text in shown.items()})
 
 
-def _ticks(limit: timedelta) -> Iterator[float]:
-    """The seconds that have passed, at growing intervals up to a tenth of a second, until `limit`."""
+def _ticks() -> Iterator[float]:
+    """The seconds that have passed, at growing intervals up to a tenth of a second."""
     began, pause = time.monotonic(), 0.001
-    while (passed := time.monotonic() - began) < limit.total_seconds():
-        yield passed
+    while True:
+        yield time.monotonic() - began
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 

@@ -33,7 +33,7 @@ LAYERS = [
     ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.in_place", "graph.gloo", "passes"],
     ["graph.program"],
     ["identity", "meeting"],  # what functions are; what processes run together
-    ["graph.stored", "graph.digests", "log", "cache"],
+    ["graph.stored", "graph.digests", "log", "cache", "signature"],
     ["cli.hang", "cli.command", "__main__"],
     ["jit"],
     ["analysis", "accumulate"],

@@ -1,0 +1,140 @@
+"""The log of a rank, and `shardlib hang`, which reads the logs of all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor
+from torch.fx import GraphModule
+
+import shardlib as sl
+from shardlib import log
+from shardlib.cli import main
+from shardlib.cli.hang import report
+
+AXES = dict(dp=2)
+
+
+def two(p: dict[str, Tensor], batch: Tensor) -> Tensor:
+    w = sl.gather(p["w"], "dp")
+    return sl.psum(batch @ w, "dp")
+
+
+def inputs() -> Any:
+    params = sl.shard({"w": torch.ones(4, 3)}, {"w": "m/dp n"})
+    return params, sl.shard(torch.ones(2, 4), "batch/dp m")
+
+
+def run_of(stop: Any = None) -> Any:
+    """The function jitted; `stop()` runs before its second collective."""
+
+    def stopping(module: GraphModule) -> GraphModule:
+        node = [n for n in module.graph.nodes if "all_reduce" in n.name][0]
+        with module.graph.inserting_before(node):
+            module.graph.call_function(stop, ())
+        return module
+
+    passes = [] if stop is None else [stopping]
+    return sl.jit(sl.shard_map(two, in_specs=None, out_specs="batch m"), passes=passes)
+
+
+def test_every_collective_starts_and_is_waited_for(monkeypatch, tmp_path):
+    def body() -> int:
+        with sl.make_mesh(AXES):
+            f, args = run_of(), inputs()
+            for _ in range(2):
+                f(*args)
+            return os.getpid()
+
+    monkeypatch.setenv("SHARDLIB_LOG", str(tmp_path / "logs"))
+    on_ranks(2, body)
+    logs = log.read(tmp_path / "logs")
+    assert sorted(logs) == [0, 1]
+    for lines in logs.values():
+        said = [(x.call, x.name, x.step, x.event, x.number) for x in lines]
+        once = [("call", 0), ("start", 1), ("done", 1), ("start", 2), ("done", 2), ("return", 0)]
+        assert said == [(step, "two", step, *what) for step in (1, 2) for what in once]
+        assert lines[0].text == "dp=2"
+        assert lines[1].text.startswith("all_gather `0.w` over `dp`, float32[2, 3], test_log.py:")
+        assert lines[3].text.startswith("psum `") and [x.time for x in lines] == sorted(x.time for x in lines)
+    assert report(logs)[0] == "no rank waits for a collective"
+
+
+def test_a_killed_rank_is_named(monkeypatch, tmp_path, capsys):
+    def body() -> None:
+        with sl.make_mesh(AXES) as mesh:
+            steps = []
+
+            def stop() -> None:
+                steps.append(1)
+                if mesh.rank == 1 and len(steps) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            f, args = run_of(stop), inputs()
+            for _ in range(3):
+                f(*args)
+
+    monkeypatch.setenv("SHARDLIB_LOG", str(tmp_path))
+    with pytest.raises(AssertionError, match=r"rank 1 of 2 died with exit code -9") as failed:
+        on_ranks(2, body, seconds=30)
+    assert main(["hang", str(tmp_path)]) == 0
+    first, second, _, *last = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 1 did not reach psum `"), first
+    assert "over `dp` (#2 of step 3 of two); last waited for all_gather `0.w` over `dp`, float32[2, 3], " in first
+    assert "test_log.py:" in first and second == "rank 0 waits there"
+    assert [line.split(":")[0] for line in last] == ["rank 0", "rank 1"]
+    assert "in call 3 of `two`, where it waited for psum `" in str(failed.value)  # in rank 0's traceback
+
+
+def test_the_command_and_an_empty_folder(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "shardlib", "hang", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "holds no logs: start the run with SHARDLIB_LOG=" in done.stdout
+
+
+def lines(*events: tuple[str, int, str], call: int = 1) -> list[log.Line]:
+    return [log.Line(float(i), call, "f", call, event, n, text) for i, (event, n, text) in enumerate(events)]
+
+
+def test_who_did_not_come_on_two_axes():
+    begun = ("call", 0, "dp=2,tp=2")
+    over_tp = [("start", 1, "psum `a` over `tp`, float32[2], m.py:3"), ("done", 1, "psum `a` over `tp`, float32[2]")]
+    gather = ("start", 2, "all_gather `b` over `dp`, float32[2], m.py:4")
+    logs = {0: lines(begun, *over_tp, gather), 1: lines(begun, *over_tp, gather), 2: lines(begun, *over_tp, gather)}
+    logs[3] = lines(begun, over_tp[0], over_tp[1])
+    said = report(logs)
+    assert said[:2] == [
+        "rank 3 did not reach all_gather `b` over `dp` (#2 of step 1 of f); last waited for psum `a` over `tp`, "
+        "float32[2] (#1), step 1 of f, at 2.000",
+        "rank 1 waits there",
+    ]
+    logs[3] = lines(begun, *over_tp, ("start", 2, "psum `c` over `dp`, float32[2], m.py:5"))
+    assert report(logs)[:3] == [
+        "ranks differ in #2 of step 1 of f:",
+        "  rank 1: all_gather `b` over `dp`",
+        "  rank 3: psum `c` over `dp`",
+    ]
+    logs[3] = lines(begun, *over_tp, gather)
+    assert report(logs)[0].startswith("ranks 0, 1, 2, 3 wait for collectives that all have reached")
+    del logs[3]
+    assert report(logs)[0].startswith("rank 3 did not reach all_gather `b`") and "it wrote no log" in report(logs)[0]
+
+
+def test_a_file_is_a_ring(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "LIMIT", 2000)
+    one = log.Log(str(tmp_path), 5)
+    run = one.around(lambda xs: [one.start("psum `a` over `dp`"), one.done("psum `a` over `dp`")] and xs, "f", "dp=2")
+    for _ in range(100):
+        run([])
+    files = sorted(tmp_path.iterdir(), key=str)
+    assert [f.name for f in files] == ["rank5.log", "rank5.old.log"] and sum(f.stat().st_size for f in files) < 5000
+    read = log.read(tmp_path)[5]
+    assert read[-1].event == "return" and read[-1].step == 100
+    assert [x.time for x in read] == sorted(x.time for x in read) and len({x.step for x in read}) > 10
+    Path(tmp_path, "rank5.log").write_text(Path(tmp_path, "rank5.log").read_text() + "12.5\t101\tf")  # cut off
+    assert log.read(tmp_path)[5] == read

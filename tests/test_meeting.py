@@ -1,0 +1,153 @@
+"""Before a program first runs on several processes, they compare what they call and what it sends."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor
+
+import shardlib as sl
+
+WORDS = "batch/dp m"
+
+
+def raised(f: Any) -> str:
+    """What a call raises; nothing where it raises nothing."""
+    try:
+        f()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def summed(name: str = "total") -> Any:
+    def total(x: Tensor) -> Tensor:
+        return sl.psum(x, "dp")
+
+    total.__name__ = name
+    return sl.jit(sl.shard_map(total, in_specs="n/dp", out_specs="n"))
+
+
+def ones(rows: int = 4) -> Any:
+    return sl.shard(torch.ones(rows), "n/dp")
+
+
+def test_other_shapes_other_keys_and_then_the_same():
+    def body() -> list[Any]:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+            f, odd = summed(), mesh.rank == 1
+            tree = sl.jit(lambda t: t)
+            out = [raised(lambda: f(ones(6 if odd else 4)))]
+            out += [raised(lambda: tree({"w": ones(), ("b" if odd else "a"): ones()}))]
+            return [*out, sl.gather(f(ones(8))).tolist()]
+
+    (first, *a), (second, *b) = on_ranks(2, body)
+    want = "RankError: ranks call `total` with different arguments:\n"
+    want += "  rank 0: argument 0 is float32[4] `n/dp`\n  rank 1: argument 0 is float32[6] `n/dp`"
+    assert first == second == want
+    assert a == b and a[1] == [2.0] * 4
+    assert a[0].endswith(
+        "rank 0: argument 0, `a`, is float32[4] `n/dp`; argument 0, `w`, is the array of argument 0, `a`,\n"
+        "  rank 1: argument 0, `b`, is float32[4] `n/dp`; argument 0, `w`, is the array of argument 0, `b`,"
+    ) or a[0].endswith("rank 0: argument 0, `a`, is float32[4] `n/dp`\n  rank 1: argument 0, `b`, is float32[4] `n/dp`")
+
+
+def test_a_reordered_pair_of_the_same_shape(monkeypatch):
+    def body() -> list[str]:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+
+            def swapped(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+                first, second = (b, a) if mesh.rank else (a, b)
+                one, two = sl.psum(first, "dp"), sl.psum(second, "dp")
+                return (two, one) if mesh.rank else (one, two)
+
+            def computed(x: Tensor) -> Tensor:
+                return sl.psum(x * (3.0 if mesh.rank else 2.0), "dp")
+
+            run = sl.jit(sl.shard_map(swapped, in_specs="n/dp", out_specs="n"), passes=[])
+            other = sl.jit(sl.shard_map(computed, in_specs="n/dp", out_specs="n"), passes=[])
+            return [raised(lambda: run(ones(), ones())), raised(lambda: other(ones()))]
+
+    monkeypatch.setenv("SHARDLIB_DEBUG", "1")
+    (pair, scaled), other = on_ranks(2, body)
+    assert [pair, scaled] == other
+    place = pair.rpartition(", ")[2]
+    assert pair == (
+        "RankError: ranks disagree on the collectives of `swapped`; number 1 is\n"
+        f"  rank 0: psum `0` over `dp`, float32[2], {place}\n  rank 1: psum `1` over `dp`, float32[2], {place}"
+    )
+    assert place.startswith("test_meeting.py:")
+    assert scaled.count("psum `0` over `dp`, float32[2], test_meeting.py:") == 2 and "(computed as " in scaled
+    monkeypatch.delenv("SHARDLIB_DEBUG")
+    assert on_ranks(2, body) == [["", ""]] * 2  # nothing is compared but shapes
+
+
+def test_collectives_that_cannot_meet_are_refused_without_debug():
+    def body() -> str:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+
+            def widened(x: Tensor) -> Tensor:
+                return sl.psum(torch.cat([x, x]) if mesh.rank else x, "dp").sum()
+
+            return raised(lambda: sl.jit(sl.shard_map(widened, in_specs="n/dp", out_specs=""))(ones()))
+
+    first, second = on_ranks(2, body)
+    assert first == second and "number 1 is\n  rank 0: psum `0` over `dp`, float32[2], " in first
+    assert "rank 1: psum `0` over `dp`, float32[4]" in first
+
+
+def test_one_rank_fails_while_it_traces():
+    def body() -> list[str]:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+            out = []
+            for bad in range(2):
+
+                def f(x: Tensor, bad: int = bad) -> Tensor:
+                    if mesh.rank == bad:
+                        raise ValueError("a rank's own")
+                    return sl.psum(x, "dp")
+
+                out.append(raised(lambda f=f: sl.jit(sl.shard_map(f, in_specs="n/dp", out_specs="n"))(ones())))
+            return out
+
+    told = "RankError: rank {} failed in its first call of `f`: ValueError: a rank's own"
+    own = "ValueError: a rank's own"
+    assert on_ranks(2, body) == [[own, told.format(1)], [told.format(0), own]]
+
+
+def test_another_function_or_another_order():
+    def body() -> str:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+            f, g = summed("f"), summed("g")
+            return raised(lambda: (g if mesh.rank else f)(ones()))
+
+    said = "RankError: ranks call different functions, or in another order; they wait in\n  rank 0: `f`\n  rank 1: `g`"
+    assert on_ranks(2, body) == [said, said]
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_traces_again_alone(alone):
+    def body() -> str:
+        with sl.make_mesh(dp=2, timeout=2) as mesh:
+            f = summed()
+            f(ones())
+            return raised(lambda: f(ones(6 if mesh.rank == alone else 4)))
+
+    out = on_ranks(2, body)
+    assert out[alone].startswith(
+        f"RankError: rank {alone} calls `total` with arguments that it was not traced for, rank {1 - alone} does not; "
+        "what it last traced is `total`:\n"
+    )
+    assert f"rank {alone}: argument 0 is float32[6] `n/dp`" in out[alone]
+    assert f"rank {1 - alone}: argument 0 is float32[4] `n/dp`" in out[alone] and " within 2 s" in out[alone]
+
+
+def test_lower_meets_nobody():
+    def body() -> int:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+            f = summed()
+            n = len(f.lower(ones()).collectives()) if mesh.rank == 0 else 1
+            return n * int(sl.gather(f(ones())).sum().item())
+
+    assert on_ranks(2, body) == [4, 4]
