@@ -11,7 +11,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class _Watched(Mesh):
     """The mesh while a program is traced that all ranks will share."""
 
     asked: bool = False
+
+    def group(self, axes: Sequence[str]) -> str:
+        """Its name alone: a process group is made by all of its ranks, and the others wait for the program."""
+        return f"{self.name}/{','.join(axes)}"
 
     def index(self, axes: Axes) -> int:
         """As on any mesh; it is noted that the program holds the rank of this process."""

@@ -34,11 +34,18 @@ _OURS = str(Path(__file__).parent)
 # what no key can know: the clock, the process, the surroundings
 _UNKNOWABLE = {"os", "posix", "nt", "time", "random", "_random", "datetime", "secrets", "uuid", "socket", "subprocess"}
 _UNKNOWABLE |= {"numpy.random", "platform", "tempfile", "sys"}
-_BUILTINS = {"eval", "exec", "open", "input", "globals", "locals", "vars", "__import__", "id"}
+_OPEN = (eval, exec, open, input, globals, locals, vars, __import__, id)
 _RANK = {"get_rank", "get_node_local_rank"}
 _SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__annotate_func__"}
 _SKIPPED |= {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl"}
-_SKIPPED |= {"__parameters__", "__orig_bases__", "__match_args__", "_autograd_function_id", "__dataclass_params__"}
+_SKIPPED |= {
+    "__parameters__",
+    "__orig_bases__",
+    "__match_args__",
+    "_autograd_function_id",
+    "__dataclass_params__",
+    "__slotnames__",
+}
 _VALUES = (bool, int, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -103,7 +110,9 @@ class _Walk:
         if isinstance(x, type):
             return self.class_(x, at)
         if isinstance(x, Mesh):
-            return self.put("mesh", x.name, x.groups, x.simulate, x.device.type, x.rank)
+            if not x.simulate and x.total > 1:
+                raise Unknown(f"{at} is a mesh, which holds this process's rank: leave mesh= out, or use sl.axis_index")
+            return self.put("mesh", x.name, x.groups, x.device.type)
         if type(x) in (list, dict, types.MappingProxyType):
             self.put(type(x).__name__, len(x))
             items = x.items() if isinstance(x, (dict, types.MappingProxyType)) else enumerate(x)
@@ -126,6 +135,8 @@ class _Walk:
         if isinstance(x, (staticmethod, classmethod)):
             self.put(type(x).__name__)
             return self.value(x.__func__, at)
+        if isinstance(x, functools.cached_property):
+            return self.value(x.func, at)
         if isinstance(x, property):
             self.put("property")
             return self.value((x.fget, x.fset, x.fdel), at)
@@ -194,18 +205,18 @@ class _Walk:
             self.value(constant, f"a constant of {at}")
 
     def c_function(self, x: Any, at: str) -> None:
-        owner = getattr(x, "__self__", None)
-        if owner is not None and not isinstance(owner, (types.ModuleType, type)):  # a method of an object
-            self.put("bound", x.__name__)
-            return self.value(owner, f"the owner of {at}")
-        home: Any = x.__module__ if isinstance(getattr(x, "__module__", None), str) else None
-        home = home or getattr(getattr(x, "__objclass__", owner), "__module__", None)
+        if any(x is f for f in _OPEN):
+            raise Unknown(_unknown(at, "", ""))
+        owner, home = getattr(x, "__self__", None), getattr(x, "__module__", None)
         if isinstance(owner, types.ModuleType):
             home = owner.__name__
+        elif not isinstance(home, str):
+            if owner is not None and not isinstance(owner, type):
+                self.put("bound", x.__name__)
+                return self.value(owner, f"the owner of {at}")
+            home = getattr(getattr(x, "__objclass__", owner), "__module__", None)
         if not isinstance(home, str):
-            raise Unknown(f"{at} is the C function `{x.__name__}`, which names no module: call it from a def of yours")
-        if home == "builtins" and x.__name__ in _BUILTINS:
-            raise Unknown(_unknown(at, "", ""))
+            raise Unknown(f"{at} is the C function `{x.__name__}`, which names no module: call it in a def of yours")
         return self.named(home, getattr(x, "__qualname__", x.__name__), at)
 
     def named(self, module: str, name: str, at: str) -> None:

@@ -18,7 +18,7 @@ from shardlib.graph.digests import fingerprint, titles
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
-from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
+from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.trace import meta, trace
 from shardlib.insert import refuse_autocast
 from shardlib.log import telling, wanted
@@ -216,12 +216,14 @@ class Jitted:
         else:
             example = tree.unflatten(key.structure, range(len(flat)))
             parts = {
-                "function": (self.f, self.__name__),
+                "function": self.f,
                 "passes": self.passes,
-                "options": (self.backend, self.donate, self.static),
+                "options": (self.__name__, self.backend, self.donate, self.static),
                 "arguments": (example, key.static, key.places, tuple(map(described, flat))),
             }
             made = cached(self.cache, self.__name__, parts, mesh, example, trace, meeting)
+        for name in group_names(made.module):  # made here by all ranks, where one has traced for all
+            mesh.group(name.rpartition("/")[2].split(","))
         results = [_Result(*r) for r in made.results]
         seconds = time.perf_counter() - began
         found = Lowered(made.module, mesh, self.backend, results, made.structure, seconds, self.__name__)

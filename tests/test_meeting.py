@@ -1,5 +1,6 @@
 """Before a program first runs on several processes, they compare what they call and what it sends."""
 
+import re
 from typing import Any
 
 import pytest
@@ -72,13 +73,11 @@ def test_a_reordered_pair_of_the_same_shape(monkeypatch):
     monkeypatch.setenv("SHARDLIB_DEBUG", "1")
     (pair, scaled), other = on_ranks(2, body)
     assert [pair, scaled] == other
-    place = pair.rpartition(", ")[2]
-    assert pair == (
+    assert re.sub(r", test_meeting.py:\d+", "", pair) == (
         "RankError: ranks disagree on the collectives of `swapped`; number 1 is\n"
-        f"  rank 0: psum `0` over `dp`, float32[2], {place}\n  rank 1: psum `1` over `dp`, float32[2], {place}"
+        "  rank 0: psum `0` over `dp`, float32[2]\n  rank 1: psum `1` over `dp`, float32[2]"
     )
-    assert place.startswith("test_meeting.py:")
-    assert scaled.count("psum `0` over `dp`, float32[2], test_meeting.py:") == 2 and "(computed as " in scaled
+    assert scaled.count("psum `0` over `dp`, float32[2]") == scaled.count("(computed as ") == 2
     monkeypatch.delenv("SHARDLIB_DEBUG")
     assert on_ranks(2, body) == [["", ""]] * 2  # nothing is compared but shapes
 
@@ -93,8 +92,8 @@ def test_collectives_that_cannot_meet_are_refused_without_debug():
             return raised(lambda: sl.jit(sl.shard_map(widened, in_specs="n/dp", out_specs=""))(ones()))
 
     first, second = on_ranks(2, body)
-    assert first == second and "number 1 is\n  rank 0: psum `0` over `dp`, float32[2], " in first
-    assert "rank 1: psum `0` over `dp`, float32[4]" in first
+    assert first == second and "number 1 is\n  rank 0: psum `" in first
+    assert re.search(r"rank 1: psum `\w+` over `dp`, float32\[4\]", first)
 
 
 def test_one_rank_fails_while_it_traces():

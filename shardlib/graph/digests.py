@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from shardlib.errors import of_users
+from shardlib.errors import is_users
 from shardlib.graph.nodes import inputs
-from shardlib.graph.program import Collective, found
+from shardlib.graph.program import Collective, sends
 
 
 def titles(module: GraphModule) -> dict[Node, str]:
     """For every collective, in order: ``psum `w_in` over `dp`, float32[4, 2], model.py:31``."""
-    return {node: _title(node, one) for node, one in found(module)}
+    return {node: _title(node, one) for node, one in sends(module).items()}
 
 
 def _title(node: Node, one: Collective) -> str:
@@ -27,14 +27,14 @@ def _title(node: Node, one: Collective) -> str:
 def place(node: Node) -> list[str]:
     """The user's line that made a node, `model.py:31`, if it is known."""
     frames = re.findall(r'File "([^"\n]+)", line (\d+)', node.stack_trace or "")
-    return [f"{os.path.basename(file)}:{line}" for file, line in frames if of_users(file)][-1:]
+    return [f"{os.path.basename(file)}:{line}" for file, line in frames if is_users(file)][-1:]
 
 
 def fingerprint(module: GraphModule, strict: bool) -> list[str]:
     """A line for every collective: op, axis, shape, dtype; `strict`: name, too, and a digest of what computes it."""
     made = _digests(module, {}) if strict else {}
     lines = []
-    for node, one in found(module):
+    for node, one in sends(module).items():
         line = f"{one.graph} {one.op} {one.axis} {list(one.shape)} {one.dtype} x{one.times}"
         lines.append(f"{line} {one.name} {made[node]}" if strict else line)
     return lines

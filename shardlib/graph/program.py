@@ -44,20 +44,19 @@ class Collective:
         return math.prod(self.shape) == 1
 
 
-def collectives(
+def collectives(module: GraphModule) -> list[Collective]:
+    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    return list(sends(module).values())
+
+
+def sends(
     module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
-) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called.
+) -> dict[Node, Collective]:
+    """The collectives of a program and of the graphs that it calls, by the nodes that start them.
 
     `paths`: of the graph's inputs, where they are not known by themselves.
     """
-    return [one for _, one in found(module, graph, times, paths)]
-
-
-def found(
-    module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
-) -> Iterator[tuple[Node, Collective]]:
-    """The same, each with its node."""
+    out: dict[Node, Collective] = {}
     known = {n: n.meta["path"] for n in module.graph.nodes if "path" in n.meta} | dict(paths or {})
     called = Counter(n.target for n in module.graph.nodes if n.op == "call_module")
     done: set[Any] = set()
@@ -67,9 +66,22 @@ def found(
             child: Any = module.get_submodule(node.target)
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
-            yield from found(child, node.target, times * called[node.target], below)
+            out |= sends(child, node.target, times * called[node.target], below)
         if node.target in STARTS:
-            yield node, _collective(node, graph, times, known)
+            out[node] = _collective(node, graph, times, known)
+    return out
+
+
+def group_names(module: GraphModule) -> list[str]:
+    """The process groups that a program names, `dp=2,tp=2/dp`, in the order in which it first does."""
+    seen: dict[str, None] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            child: Any = module.get_submodule(node.target)
+            seen |= dict.fromkeys(group_names(child))
+        elif str(node.target).startswith(("_c10d_functional.", "shardlib.")):
+            seen |= dict.fromkeys(a for a in node.args if isinstance(a, str) and "/" in a)
+    return [*seen]
 
 
 def bytes_sent(op: str, size: int, n: int) -> int:

@@ -135,11 +135,15 @@ def _op(name: str) -> Any:
 # ---- graphs
 
 
-def lines(module: GraphModule, mesh: Mesh, graph: str = "") -> Iterator[str]:
-    """The program as lines of text, the graphs that it calls before it. Raises `Unstorable`."""
+def lines(module: GraphModule, mesh: Mesh, graph: str = "", numbers: dict[int, int] | None = None) -> Iterator[str]:
+    """The program as lines of text, the graphs that it calls before it. Raises `Unstorable`.
+
+    `numbers`: those of phases, which a process counts on; in a text they start from 1.
+    """
+    numbers = {} if numbers is None else numbers
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
-            yield from lines(child, mesh, f"{graph}.{name}" if graph else name)
+            yield from lines(child, mesh, f"{graph}.{name}" if graph else name, numbers)
     yield json.dumps({"graph": graph})
     index: dict[Node, int] = {}
     for node in module.graph.nodes:
@@ -153,10 +157,14 @@ def lines(module: GraphModule, mesh: Mesh, graph: str = "") -> Iterator[str]:
             [text(a, mesh, index) for a in args],
             {k: text(a, mesh, index) for k, a in kwargs.items()},
             _shape(node.meta.get("val"), mesh),
-            {k: v for k, v in node.meta.items() if type(v) in _PLAIN[:-1] or _is_texts(v)},
+            {k: _note(v, numbers) for k, v in node.meta.items() if type(v) in (bool, int, str) or _is_texts(v)},
         ]
         index[node] = len(index)
         yield json.dumps(said)
+
+
+def _note(x: Any, numbers: dict[int, int]) -> Any:
+    return numbers.setdefault(x, len(numbers) + 1) if type(x) is int else x
 
 
 def _is_texts(x: Any) -> bool:
