@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -38,14 +39,9 @@ _OPEN = (eval, exec, open, input, globals, locals, vars, __import__, id)
 _RANK = {"get_rank", "get_node_local_rank"}
 _SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__annotate_func__"}
 _SKIPPED |= {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl"}
-_SKIPPED |= {
-    "__parameters__",
-    "__orig_bases__",
-    "__match_args__",
-    "_autograd_function_id",
-    "__dataclass_params__",
-    "__slotnames__",
-}
+_SKIPPED |= {"__parameters__", "__orig_bases__", "__match_args__", "__dataclass_params__", "__slotnames__"}
+_SKIPPED |= {"_autograd_function_id"}
+_IN_PYTHON = 1 << 9  # the flag of classes that are no part of C's data
 _VALUES = (bool, int, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -65,7 +61,8 @@ def identity(x: Any, what: str = "it") -> str:
 def sources() -> str:
     """The digest of shardlib's own sources."""
     found = hashlib.sha256()
-    for file in sorted(Path(_OURS).rglob("*.py")):
+    folders = os.walk(_OURS, followlinks=True)  # the kernels are behind a link
+    for file in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
         found.update(f"{file.relative_to(_OURS)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()
 
@@ -94,7 +91,7 @@ class _Walk:
             for i, y in enumerate(x):
                 self.value(y, f"{at}[{i}]")
             return None
-        if isinstance(x, (set, frozenset)):
+        if type(x) in (set, frozenset):
             return self.put(type(x).__name__, *sorted(identity(y, f"an element of {at}") for y in x))
         if id(x) in self.met:
             return self.put("met", self.met[id(x)][0])
@@ -126,7 +123,7 @@ class _Walk:
         """Any other object: its class and state, where that is all that there is."""
         if isinstance(x, functools._lru_cache_wrapper):
             return self.value(x.__wrapped__, at)
-        if isinstance(x, functools.partial):
+        if type(x) is functools.partial:
             self.put("partial")
             return self.value((x.func, x.args, x.keywords), at)
         if isinstance(x, types.MethodType):
@@ -137,7 +134,7 @@ class _Walk:
             return self.value(x.__func__, at)
         if isinstance(x, functools.cached_property):
             return self.value(x.func, at)
-        if isinstance(x, property):
+        if type(x) is property:
             self.put("property")
             return self.value((x.fget, x.fset, x.fdel), at)
         if isinstance(x, dataclasses.Field):
@@ -153,7 +150,7 @@ class _Walk:
             return self.put("slot", x.__name__)
         if isinstance(x, _C_FUNCTIONS):
             return self.c_function(x, at)
-        if isinstance(x, types.SimpleNamespace):
+        if type(x) is types.SimpleNamespace:
             return self.value(vars(x), at)
         kind = type(x)
         plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
@@ -179,7 +176,7 @@ class _Walk:
 
     def function(self, f: types.FunctionType, at: str) -> None:
         origin = _origin(f.__code__.co_filename, f.__module__)
-        if origin is not None and _reachable(f):
+        if origin is not None and _known(_root(f)) and _reachable(f):
             return self.named(f.__module__, f.__qualname__, at)
         self.put("function", f.__qualname__, origin)
         self.code(f.__code__, at)
@@ -236,7 +233,7 @@ class _Walk:
     # ---- classes
 
     def class_(self, cls: type, at: str) -> None:
-        if _known(cls.__module__.split(".")[0]) and "<locals>" not in cls.__qualname__:
+        if _known(_root(cls)) and (_reachable(cls) or not cls.__flags__ & _IN_PYTHON):
             return self.put("class", cls.__module__, cls.__qualname__)
         self.put("class", cls.__qualname__)
         self.value((type(cls), *cls.__bases__), f"a base of {cls.__name__}")
@@ -282,12 +279,16 @@ def _origin(file: str, module: str | None) -> str | None:
     return file.removeprefix(_LIBRARY) if _in_library(file) else None
 
 
-def _reachable(f: types.FunctionType) -> bool:
-    """Whether its module has a function under its name: then it captures nothing."""
-    found: Any = sys.modules.get(f.__module__)
-    for name in f.__qualname__.split("."):
+def _root(x: Any) -> str:
+    return (x.__module__ or "").split(".")[0]
+
+
+def _reachable(x: Any) -> bool:
+    """Whether its module has a function or class under its name: then it is the module's own."""
+    found: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is f
+    return found is x
 
 
 _MISSING = object()
@@ -307,10 +308,8 @@ def _globals(f: types.FunctionType, at: str) -> Iterator[tuple[str, Any]]:
             held = f.__globals__.get(path, getattr(builtins, path, _MISSING))
             while isinstance(held, types.ModuleType) and steps[i + 1].opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 i += 1
-                path, held = (
-                    f"{path}.{steps[i].argval}",
-                    _attribute(held, str(steps[i].argval), f"`{path}` in {at}"),
-                )
+                name = str(steps[i].argval)
+                held, path = _attribute(held, name, f"`{path}` in {at}"), f"{path}.{name}"
             if held is _MISSING:
                 raise Unknown(f"{at} uses `{path}`, which is not defined yet")
             yield path, held
@@ -323,7 +322,7 @@ def _attribute(owner: types.ModuleType, name: str, at: str) -> Any:
         raise Unknown(_unknown(f"`{home}.{name}`", f" ({at})", name))
     ops = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     walked = (types.ModuleType, types.FunctionType, type, *ops, *_VALUES, float)
-    if held is _MISSING or not _known(home.split(".")[0]) or isinstance(held, walked):
+    if held is _MISSING or isinstance(held, walked) or not (_known(home.split(".")[0]) and _known(_root(type(held)))):
         return held
     return f"{home}.{name}"
 

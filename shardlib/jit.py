@@ -77,6 +77,8 @@ class Lowered:
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
             gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
+            for group in group_names(self.module):  # made by all of its ranks, where one has traced for all
+                self.mesh.group(group.rpartition("/")[2].split(","))
             module, log = self.module, wanted(self.mesh)
             if log is not None and self.backend == "graph":
                 module = telling(copied(module), log)
@@ -222,8 +224,6 @@ class Jitted:
                 "arguments": (example, key.static, key.places, tuple(map(described, flat))),
             }
             made = cached(self.cache, self.__name__, parts, mesh, example, trace, meeting)
-        for name in group_names(made.module):  # made here by all ranks, where one has traced for all
-            mesh.group(name.rpartition("/")[2].split(","))
         results = [_Result(*r) for r in made.results]
         seconds = time.perf_counter() - began
         found = Lowered(made.module, mesh, self.backend, results, made.structure, seconds, self.__name__)
@@ -253,7 +253,7 @@ class Jitted:
 
         def run(*locals_: Tensor) -> list[Tensor]:
             fresh = iter(locals_)
-            like = once(lambda x: _like(x, next(fresh)))
+            like = once(lambda x: _like(x, next(fresh), mesh))
             full = [like(x) if isinstance(x, Tensor) else x for x in flat]
             args = list(tree.unflatten(treedef, full))
             for i, value in zip(self.static, static, strict=True):
@@ -288,8 +288,8 @@ def _distinct(flat: Sequence[Any]) -> list[Tensor]:
     return [x for i, (x, at) in enumerate(zip(flat, places(flat), strict=True)) if at == i and isinstance(x, Tensor)]
 
 
-def _like(x: Tensor, local: Tensor) -> Tensor:
-    return Array([local], x.spec, x.shape, x.mesh) if isinstance(x, Array) else local
+def _like(x: Tensor, local: Tensor, mesh: Mesh) -> Tensor:
+    return Array([local], x.spec, x.shape, mesh) if isinstance(x, Array) else local
 
 
 def jit(

@@ -59,6 +59,7 @@ class Meeting:
         else:
             said = self._verdict(mine)
             self._judge(said)
+            self.store.delete_key(f"program/{self.label}")
         if said:
             raise _told(said)
 

@@ -1,5 +1,6 @@
 """The digest of a function: what changes it, what does not, and what has none."""
 
+import dataclasses
 import enum
 import functools
 import math
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Color(enum.Enum):
     BLUE = 2
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     rate: float
     color: Color = Color.RED
@@ -102,6 +102,25 @@ def test_objects_count_by_class_and_state():
     assert identity(a) == before
     configs = [Config(0.1), Config(0.2), Config(0.1, Color.BLUE)]
     assert len({identity(c) for c in configs}) == 3 and identity(Config(0.1)) == identity(configs[0])
+
+
+def test_what_is_made_by_a_library_counts_by_what_it_was_made_of(monkeypatch):
+    def of(by: int) -> Any:
+        made = dataclasses.make_dataclass("Made", ["x"], namespace={"scaled": lambda self: self.x * by})
+        return made(1)
+
+    assert identity(of(2)) == identity(of(2)) != identity(of(3))  # its module is said to be `types`
+    text = "import contextlib\n@contextlib.contextmanager\ndef scaled(x):\n    yield x * {}\n"
+    text += "def f(x):\n    with scaled(x) as y:\n        return y\n"
+    two, three = made(text.format(2)), made(text.format(3))
+    assert identity(two) == identity(made(text.format(2))) != identity(three)
+
+    def used(x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x)
+
+    before = identity(used)
+    monkeypatch.setattr(torch.nn.functional, "silu", Scale(2.0))
+    assert identity(used) != before
 
 
 def loss(p: Any, batch: Tensor) -> sl.Mean:

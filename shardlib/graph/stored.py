@@ -9,6 +9,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -53,7 +54,7 @@ def text(x: Any, mesh: Mesh, index: Mapping[Node, int] = _NO_NODES) -> Any:
     if isinstance(x, torch.device):
         return {"device": "mesh" if x == mesh.device else str(x)}
     if isinstance(x, Spec):
-        if as_spec(str(x)) != Spec(x.dims, x.pending, x.memory):
+        if replace(as_spec(str(x)), stacked=x.stacked) != x:
             raise Unstorable(f"the spec {x!r} has no text")
         return {"spec": [str(x), x.stacked]}
     if type(x) in _WORDS:
@@ -77,8 +78,7 @@ def value(said: Any, mesh: Mesh, nodes: Sequence[Node] = ()) -> Any:
     if kind == "device":
         return mesh.device if x == "mesh" else torch.device(x)
     if kind == "spec":
-        spec = as_spec(x[0])
-        return Spec(spec.dims, spec.pending, spec.memory, stacked=x[1])
+        return replace(as_spec(x[0]), stacked=x[1])
     for type_, word in _WORDS.items():
         if kind == word and isinstance(found := getattr(torch, x, None), type_):
             return found
