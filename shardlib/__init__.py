@@ -24,7 +24,6 @@ from shardlib.array import Array as Array
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad
 from shardlib.autodiff import remat as remat
-from shardlib.autodiff import scan as scan
 from shardlib.autodiff import value_and_grad as value_and_grad
 from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
@@ -67,6 +66,7 @@ from shardlib.ops import reduce as reduce
 from shardlib.ops import token_loss as token_loss
 from shardlib.patterns import assume as assume
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
+from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show
 from shardlib.state import abstract as abstract

@@ -11,13 +11,14 @@ from torch.fx import GraphModule
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
 from shardlib.graph.fuse import fuse as fuse
+from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.regather import regather as regather
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, regather, bucket, overlap, in_place, reuse)
+default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse)
 
 
 def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
