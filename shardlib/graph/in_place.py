@@ -8,10 +8,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
-from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots
+from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
+_PULL, _PULL_ = torch.ops.shardlib.token_scores_backward.default, torch.ops.shardlib.token_scores_backward_.default
 
 
 def in_place(module: GraphModule) -> GraphModule:
@@ -21,14 +22,17 @@ def in_place(module: GraphModule) -> GraphModule:
         p2 = p + u                        ->      adamw_(p, g, m, v)
         return p2, m2, v2                         return p, m, v
 
-    So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
-    in the graph of a micro-batch, to which the last one's is given. Saves a second state, and the time to get memory
-    for every result (the operating system clears it page by page). The last pass: others need values that stay.
+    The gradient of logits goes where the logits were. All ops that go element by element do so, too: `p + u` becomes
+    `add.out(p, u, out=p)`, and so does the sum of gradients in the graph of a micro-batch, to which the last one's is
+    given. Saves a second state, and the time to get memory for every result (the operating system clears it page by
+    page). The last pass: others need values that stay.
     """
     storages = _Storages(module)
     for node in list(module.graph.nodes):
         if node.target is _ADAMW:
             _update(node, storages)
+        elif node.target is _PULL:
+            _over_logits(node, storages)
         elif (found := _into(node.target)) is not None:
             _written_into(node, *found, storages)
     _give_to_calls(module, storages)
@@ -52,16 +56,27 @@ class _Storages:
         if not all(self.ends(x, at, besides) for x in values):
             return False
         for x in values:
-            del self.readers[x]
+            self.readers.pop(self.root(x))  # type: ignore[arg-type]
         return True
 
     def ends(self, x: Any, at: Node, besides: frozenset[Node] | set[Node] = frozenset()) -> bool:
         """Whether `x` has a storage of its own that the program may write into, and `at` is the last to read it."""
-        if not isinstance(x, Node) or self.roots[x] != {x} or x not in self.readers:
+        root = self.root(x)
+        if root is None:
             return False
-        own = "donated" in x.meta if x.op == "placeholder" else x.op == "call_function"
-        later = (u for u in self.readers[x] if u is not at and u not in besides)
-        return own and at.all_input_nodes.count(x) == 1 and all(self.order[u] < self.order[at] for u in later)
+        alone = sum(root in self.roots[a] for a in at.all_input_nodes) == 1
+        later = (u for u in self.readers[root] if u is not at and u not in besides)
+        return alone and all(self.order[u] < self.order[at] for u in later)
+
+    def root(self, x: Any) -> Node | None:
+        """The node whose storage `x` fills, itself or what it is a view of, if the program may write there."""
+        held = self.roots[x] if isinstance(x, Node) else ()
+        if len(held) != 1:
+            return None
+        (root,) = held
+        made = root.op == "call_function" and root.target not in STARTS
+        own = "donated" in root.meta if root.op == "placeholder" else made
+        return root if own and root in self.readers and (root is x or size_of(root) == size_of(x)) else None
 
 
 def _alike(x: Any, y: Any) -> bool:
@@ -114,6 +129,15 @@ def _update(node: Node, storages: _Storages) -> None:
     for old, new in ((sums[0], p), (results.get(1), m), (results.get(2), v)):
         if old is not None:
             old.replace_all_uses_with(new)  # type: ignore[arg-type]
+
+
+def _over_logits(node: Node, storages: _Storages) -> None:
+    """The gradient of logits where they are."""
+    logits = arg(node, 2)
+    if _alike(logits, node) and storages.take(node, [logits]):
+        with node.graph.inserting_before(node):
+            emit(_PULL_, node.args, node)
+        node.replace_all_uses_with(logits)
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
