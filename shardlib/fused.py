@@ -118,17 +118,7 @@ def _check_adamw(name: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tens
         )
 
 
-# ---- derivatives of rms_norm
-
-
-def _value(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain ops, to be differentiated again."""
-    return _rms_norm.reference(x, scale, eps)[0]
-
-
-def _pulled(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(dx, dscale) in plain ops, as functions of all three."""
-    return _rms_norm.reference_backward(dy, x, scale, _rms_norm.reference(x, scale, eps)[1])
+# ---- derivatives
 
 
 def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Any:
@@ -139,6 +129,23 @@ def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[
     transpose = torch.func.vjp(lambda *g: pull(g if many else g[0]), *zeros)[1]
     pushed = transpose(tangents)
     return pushed if many else pushed[0]
+
+
+def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
+
+
+# ---- of rms_norm
+
+
+def _value(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain ops, to be differentiated again."""
+    return _rms_norm.reference(x, scale, eps)[0]
+
+
+def _pulled(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(dx, dscale) in plain ops, as functions of all three."""
+    return _rms_norm.reference_backward(dy, x, scale, _rms_norm.reference(x, scale, eps)[1])
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -203,11 +210,7 @@ class _Gradient(torch.autograd.Function):
         return torch.func.vmap(f, in_dims[:3])(*args[:3]), (0, 0)
 
 
-def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
-
-
-# ---- derivatives of token_scores
+# ---- of token_scores
 
 
 class _TokenScores(torch.autograd.Function):

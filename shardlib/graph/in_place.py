@@ -74,7 +74,7 @@ class _Storages:
         if len(held) != 1:
             return None
         (root,) = held
-        made = root.op == "call_function" and root.target not in STARTS
+        made = root.op == "call_function" and root.target not in STARTS  # those results are the collectives'
         own = "donated" in root.meta if root.op == "placeholder" else made
         return root if own and root in self.readers and (root is x or size_of(root) == size_of(x)) else None
 
