@@ -1,7 +1,6 @@
 """Contractions of plain tensors: einsum, as one matrix product wherever it is one."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         return handle_torch_function(einsum, operands, equation, *operands)
     left, out = equation.split("->")
     terms = left.split(",")
-    if len(operands) != 2 or not _product(*terms, out):
+    if len(operands) != 2 or not _product(terms[0], terms[1], out):
         return torch.einsum(equation, *operands)
     (a, b), (x, y) = terms, operands
     if out and next((n for n in out if n not in a or n not in b), out[0]) not in a:  # the left one leads in the result

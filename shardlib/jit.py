@@ -18,10 +18,11 @@ from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.trace import meta, strides, trace
+from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import once, places
-from shardlib.passes import Pass, applied, default
+from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import tracing
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
@@ -69,8 +70,10 @@ class Lowered:
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
-            gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
-            module = applied([for_gloo], copied(self.module)) if gloo else self.module
+            cpu = self.mesh.device.type == "cpu"
+            if cpu:
+                keep_freed()
+            module = applied([for_gloo], copied(self.module)) if cpu and self.mesh.total > 1 else self.module
             self._run = runner(module, self.backend)
         return self
 
@@ -113,7 +116,7 @@ class Jitted:
         max_traces: int,
     ) -> None:
         self.f, self.donate, self.static, self.max_traces = f, donate, static, max_traces
-        self.backend, self.passes = backend, passes
+        self.backend, self.passes = backend, for_backend(passes, backend)
         self.__name__ = getattr(f, "__name__", "jit")
         self._programs: dict[Any, Lowered] = {}
 

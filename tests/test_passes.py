@@ -15,7 +15,7 @@ import shardlib as sl
 from shardlib import passes, tree
 from shardlib.graph.buckets import UNPACK
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased
 from shardlib.graph.program import copied
 from shardlib.simulate import run_lockstep
 
@@ -242,7 +242,89 @@ def test_in_place_updates_a_donated_state(stage, adam, options):
 
 
 def is_write(node: Any) -> bool:
-    return str(node.target).endswith(("adamw_.default", "add_.Tensor"))
+    return bool(aliased(node, written=True))
+
+
+def test_fuse_makes_one_graph_of_equal_groups():
+    """Products, sums over ranks and single numbers stand apart; values stay bitwise, with remat and micro-batches."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            gate, up = (x @ w).chunk(2, -1)
+            x = x + torch.sigmoid(gate) * up
+        return x * x.sum() / 7
+
+    with sl.make_mesh(dp=1, simulate=True):
+        run = sl.shard_map(f, in_specs=("a b", "b c"), out_specs="a b")
+        args = sl.shard(torch.rand(3, 4), "a b"), sl.shard(torch.rand(4, 8), "b c")
+        module = lowered(run, *args, use=[passes.fuse])
+        calls = [n.target for n in module.graph.nodes if n.op == "call_module"]
+        assert calls == ["fused_1", "fused_1", "fused_2"]  # what follows the last layer goes with it
+        assert [n.target for n in module.graph.nodes if "mm" in str(n.target)] == [torch.ops.aten.mm.default] * 3
+        assert torch.equal(sl.gather(sl.jit(run, passes=[passes.fuse])(*args)), sl.gather(run(*args)))
+    with sl.make_mesh(MESH, simulate=True):
+        for step in (train(), train(f=rematted), train(accumulate=2)):
+            assert_same(step, [passes.dedupe, passes.overlap, passes.fuse])
+
+
+def test_fuse_leaves_what_is_written_in_place_and_integers():
+    def f(x: Tensor) -> Any:
+        a = torch.sin(x) * 2
+        kept = a + 1
+        a.add_(x)  # in place: kept must be made of the old a
+        n = (x > 0).long() * 3 + 5
+        return kept, torch.cos(a) * 2, n * n
+
+    with sl.make_mesh(dp=1, simulate=True):
+        run = sl.shard_map(f, in_specs="a", out_specs=("a", "a", "a"))
+        x = torch.linspace(-1, 1, 5)
+        got = sl.jit(run, passes=[passes.fuse, passes.in_place, passes.reuse])(sl.shard(x, "a"))
+        for one, wanted in zip(sl.gather(got), f(x.clone()), strict=True):
+            assert torch.equal(one, wanted)
+        module = lowered(run, sl.shard(x, "a"), use=[passes.fuse])
+        apart = {str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"}
+        assert apart >= {"sin", "add_", "mul", "add"}
+
+
+def test_in_place_writes_elements_where_nothing_reads_any_more():
+    """Not into arguments, nor what is read later, nor a value of another shape or dtype."""
+
+    def f(x: Tensor, row: Tensor) -> Any:
+        a = torch.exp(x)  # x belongs to the caller
+        b = torch.sin(a)  # a is read again
+        c = a * b  # into a
+        d = (c + row).sum(0)  # into c
+        return d * 2, (row * 2 > d) & (row > 1)  # d is read again; then `row * 2 > d` is bool, and written into
+
+    with sl.make_mesh(dp=1, simulate=True):
+        x, row = torch.rand(3, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+        run = sl.shard_map(f, in_specs=("a b", "b"), out_specs=("b", "b"))
+        args = sl.shard(x, "a b"), sl.shard(row, "b")
+        module = lowered(run, *args, use=[passes.reuse])
+        writes = [(str(n.target), str(n.kwargs["out"].target)) for n in module.graph.nodes if is_write(n)]
+        assert writes == [
+            ("aten.mul.out", "aten.exp.default"),
+            ("aten.add.out", "aten.exp.default"),
+            ("aten.bitwise_and.Tensor_out", "aten.gt.Tensor"),
+        ]
+        before = x.clone(), row.clone()
+        for got, wanted in zip(sl.gather(sl.jit(run)(*args)), f(x, row), strict=True):
+            assert torch.equal(got, wanted)
+        assert torch.equal(x, before[0]) and torch.equal(row, before[1])
+
+
+def test_in_place_leaves_what_is_still_being_sent():
+    def f(x: Tensor) -> Any:
+        sent = x * 2
+        total = sl.psum(sent, "dp")
+        return total, sent + 1  # runs before the wait, and must not write into what is being read
+
+    with sl.make_mesh(dp=2, simulate=True):
+        run = sl.shard_map(f, in_specs="n/dp", out_specs=("n", "n/dp"))
+        x = sl.shard(torch.arange(4.0), "n/dp")
+        module = lowered(run, x, use=[passes.overlap, passes.in_place, passes.reuse])
+        names = [str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"]
+        assert names == ["mul", "all_reduce", "add", "wait_tensor"] and not any(map(is_write, module.graph.nodes))
 
 
 def test_in_place_leaves_what_others_hold():

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
+from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -22,10 +23,9 @@ def in_place(module: GraphModule) -> GraphModule:
         p2 = p + u                        ->      adamw_(p, g, m, v)
         return p2, m2, v2                         return p, m, v
 
-    The gradient of logits goes where the logits were. All ops that go element by element do so, too: `p + u` becomes
-    `add.out(p, u, out=p)`, and so does the sum of gradients in the graph of a micro-batch, to which the last one's is
-    given. Saves a second state, and the time to get memory for every result (the operating system clears it page by
-    page). The last pass: others need values that stay.
+    So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
+    in the graph of a micro-batch, to which the last one's is given. The gradient of logits goes where they were. Saves
+    a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
     storages = _Storages(module)
     for node in list(module.graph.nodes):
@@ -33,9 +33,22 @@ def in_place(module: GraphModule) -> GraphModule:
             _update(node, storages)
         elif node.target is _PULL:
             _over_logits(node, storages)
-        elif (found := _into(node.target)) is not None:
-            _written_into(node, *found, storages)
+        else:
+            _written_into(node, "placeholder", storages)
     _give_to_calls(module, storages)
+    return dead_code(module)
+
+
+def reuse(module: GraphModule) -> GraphModule:
+    """Write element-wise results where an operand was that nothing reads later.
+
+        b = exp(a); c = b + 1             ->      b = exp(a); add.out(b, 1, out=b)
+
+    Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
+    """
+    storages = _Storages(module)
+    for node in list(module.graph.nodes):
+        _written_into(node, "call_function", storages)
     return dead_code(module)
 
 
@@ -56,27 +69,16 @@ class _Storages:
         if not all(self.ends(x, at, besides) for x in values):
             return False
         for x in values:
-            self.readers.pop(self.root(x))  # type: ignore[arg-type]
+            del self.readers[x]
         return True
 
     def ends(self, x: Any, at: Node, besides: frozenset[Node] | set[Node] = frozenset()) -> bool:
         """Whether `x` has a storage of its own that the program may write into, and `at` is the last to read it."""
-        root = self.root(x)
-        if root is None:
+        if not isinstance(x, Node) or self.roots[x] != {x} or x not in self.readers:
             return False
-        alone = sum(root in self.roots[a] for a in at.all_input_nodes) == 1
-        later = (u for u in self.readers[root] if u is not at and u not in besides)
-        return alone and all(self.order[u] < self.order[at] for u in later)
-
-    def root(self, x: Any) -> Node | None:
-        """The node whose storage `x` fills, itself or what it is a view of, if the program may write there."""
-        held = self.roots[x] if isinstance(x, Node) else ()
-        if len(held) != 1:
-            return None
-        (root,) = held
-        made = root.op == "call_function" and root.target not in STARTS  # those results are the collectives'
-        own = "donated" in root.meta if root.op == "placeholder" else made
-        return root if own and root in self.readers and (root is x or size_of(root) == size_of(x)) else None
+        own = "donated" in x.meta if x.op == "placeholder" else x.op == "call_function"
+        later = (u for u in self.readers[x] if u is not at and u not in besides)
+        return own and all(self.order[u] < self.order[at] for u in later)
 
 
 def _alike(x: Any, y: Any) -> bool:
@@ -89,7 +91,7 @@ def _alike(x: Any, y: Any) -> bool:
 @cache
 def _into(target: Any) -> tuple[Any, str] | None:
     """The variant of an op on elements that writes into one of its operands: the op, and what it calls its result."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
     for name in target.overloadpacket.overloads():
@@ -101,15 +103,19 @@ def _into(target: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _written_into(node: Node, op: Any, name: str, storages: _Storages) -> None:
-    """The result of `node` written by `op` into the first operand that may be."""
-    operand = next((x for x in node.all_input_nodes if _alike(x, node) and storages.take(node, [x])), None)
-    if operand is None:
+def _written_into(node: Node, kind: str, storages: _Storages) -> None:
+    """The result of an element-wise op written into the first operand of a kind of node that may be."""
+    found = _into(node.target)
+    operands = (x for x in node.all_input_nodes if found and x.op == kind and _alike(x, node))
+    operand = next((x for x in operands if storages.take(node, [x])), None)
+    if found is None or operand is None:
         return
+    op, name = found
     with node.graph.inserting_before(node):
         new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: operand})
     new.meta = node.meta
     node.replace_all_uses_with(operand)
+    storages.readers[operand] = storages.readers.pop(node, set())
 
 
 def _update(node: Node, storages: _Storages) -> None:
@@ -132,19 +138,23 @@ def _update(node: Node, storages: _Storages) -> None:
 
 
 def _over_logits(node: Node, storages: _Storages) -> None:
-    """The gradient of logits where they are."""
+    """The gradient of logits where they are, which may be a view of another value, whole."""
     logits = arg(node, 2)
-    if _alike(logits, node) and storages.take(node, [logits]):
+    held = [r for a in node.all_input_nodes for r in storages.roots[a] & storages.roots[logits]]
+    if len(held) != 1 or held[0].target in STARTS or not _alike(logits, node) or size_of(held[0]) != size_of(logits):
+        return
+    if storages.take(node, held):
         with node.graph.inserting_before(node):
             emit(_PULL_, node.args, node)
         node.replace_all_uses_with(logits)
+        storages.readers[held[0]] = storages.readers.pop(node, set())
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
     """Donate to the called graphs what no caller reads after a call, and write into that."""
     calls: dict[Any, list[Node]] = {}
     for node in module.graph.nodes:
-        if node.op == "call_module":
+        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), Island):
             calls.setdefault(node.target, []).append(node)
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)
