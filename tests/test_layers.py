@@ -24,7 +24,7 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],

@@ -3,6 +3,7 @@
 import gc
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -340,6 +341,30 @@ def test_in_place_leaves_what_others_hold():
         assert torch.equal(sl.gather(two)[0], torch.arange(4.0) + 1) and torch.equal(
             sl.gather(two)[1], torch.arange(4.0) + 2
         )
+
+
+def pulled(used: str, x: Tensor, w: Tensor, at: Tensor) -> Any:
+    """The gradient of a loss by its logits, which are a view of a product; `used` says who else holds those."""
+    z = w if used == "are an input" else (x @ w).view(2, 3, 5)
+    picked, lse = torch.ops.shardlib.token_scores(z, at)
+    early = z.exp().sum() if used == "read before" else 0
+    dz = torch.ops.shardlib.token_scores_backward(picked, lse, z, at, lse)
+    return dz + 1, early, z.sum() if used == "read later" else z[0] if used == "given back" else 0
+
+
+@pytest.mark.parametrize("used", ["no other", "read before", "read later", "given back", "are an input"])
+def test_in_place_gradient_of_logits(used):
+    """Where nothing reads the logits later, which are the program's own."""
+    x, w, at = torch.randn(6, 4), torch.randn(4, 5), torch.arange(6).view(2, 3) - 1
+    args = x, torch.randn(2, 3, 5) if used == "are an input" else w, at
+    with sl.make_mesh(dp=1, simulate=True):
+        f = sl.jit(partial(pulled, used))
+        kept, found = pulled(used, *(a.clone() for a in args)), f(*args)
+        targets = [str(n.target) for n in f.traces[0].module.graph.nodes if "token_scores_b" in str(n.target)]
+    taken = used in ("no other", "read before")
+    assert targets == [f"shardlib.token_scores_backward{'_' * taken}.default"]
+    for a, b in zip(kept, found, strict=True):
+        torch.testing.assert_close(b, a) if isinstance(a, Tensor) else None
 
 
 def test_for_gloo_keeps_values():
