@@ -26,7 +26,7 @@ from torch import Tensor
 import shardlib as sl
 from benchmarks import kernel_checks
 from shardlib import tree
-from shardlib.kernels import adamw, rms_norm
+from shardlib.kernels import adamw, cross_entropy, rms_norm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpt
@@ -144,13 +144,46 @@ def adamw_runs(n: int, dtype: torch.dtype, device: str, tiny: bool) -> Iterator[
     )
 
 
+def loss_runs(rows: int, n: int, dtype: torch.dtype, device: str, tiny: bool) -> Iterator[tuple[str, int, list[Any]]]:
+    """Cross-entropy both ways; ours goes back in place, torch's and the compiled one into new memory."""
+    x, at = torch.randn(rows, n, device=device).to(dtype), torch.arange(rows, device=device) % n
+    once, gone = x.numel() * x.element_size(), x.clone()
+    picked, lse = cross_entropy.token_scores(x, at)
+    zero = torch.zeros_like(lse)
+
+    def own(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, at, reduction="none")
+
+    def forward() -> Callable[[], Any]:
+        f = compiled(own, tiny)
+        return lambda: f(x)
+
+    def autograd(f: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        return lambda: torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)
+
+    yield "token_scores", once, [lambda: lambda: cross_entropy.token_scores(x, at), lambda: lambda: own(x), forward]
+    yield (
+        "token_scores_backward_",
+        2 * once,
+        [
+            lambda: lambda: cross_entropy.token_scores_backward_(picked, zero, gone, at, lse),
+            lambda: autograd(own),
+            lambda: autograd(compiled(own, tiny)),
+        ],
+    )
+
+
 def kernel_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Bandwidth of every kernel."""
     peak, rounds = peaks(device)[0], 2 if tiny else 30
     norms = [(3, 8)] if tiny else [(16384, 1024), (16384, 4096), (8192, 8192)]
+    scores = [(3, 8)] if tiny else [(8192, 8192), (8192, 32768), (4096, 131072)]
     lengths = [37] if tiny else [1 << 20, 1 << 24, 1 << 27]
     for dtype in (torch.bfloat16, torch.float32):
         runs = [(f"{r} x {n}", norm_runs(r, n, dtype, device, tiny)) for r, n in norms]
+        runs += [(f"{r} x {n}", loss_runs(r, n, dtype, device, tiny)) for r, n in scores]
         runs += [(str(n), adamw_runs(n, dtype, device, tiny)) for n in lengths]
         for size, found in runs:
             for name, count, makers in found:

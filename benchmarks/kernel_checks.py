@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.kernels import adamw
+from shardlib.kernels import adamw, cross_entropy
 from shardlib.kernels import rms_norm as kernel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -75,11 +75,87 @@ def check_first_update(device: str) -> None:
     torch.testing.assert_close(got, (-0.02 * g.sign(), g, g * g), rtol=1e-6, atol=0)
 
 
+def scored(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+    """dpicked, dlse, logits, and where in a row, -1 among it; some rows are -inf in half, the last wholly."""
+    make = torch.Generator().manual_seed(2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dpicked, dlse = (torch.randn(shape[:-1], generator=make, dtype=torch.float64).to(device, wide) for _ in range(2))
+    logits = 5 * torch.randn(shape, generator=make, dtype=torch.float64)
+    rows = logits.view(-1, shape[-1])
+    rows[1::3, : shape[-1] // 2] = -torch.inf
+    rows[2:][-1:] = -torch.inf
+    at = torch.arange(rows.shape[0]).view(shape[:-1]) * 7 % (shape[-1] + 1) - 1
+    return dpicked, dlse, logits.to(device, dtype), at.to(device)
+
+
+def scores_in_float64(dpicked: Tensor, dlse: Tensor, logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """picked, lse and dlogits by torch's log-softmax and autograd; a row of -inf has the lowest number for its lse."""
+    logits = logits.double()
+    masked = logits.isneginf().all(-1)
+    x = logits.clone().masked_fill_(masked[..., None], 0).requires_grad_()
+    lse, column = x.logsumexp(-1), at.clamp(min=0)[..., None]
+    picked = torch.where(at < 0, 0, x.log_softmax(-1).gather(-1, column)[..., 0])
+    (dlogits,) = torch.autograd.grad((picked, lse), x, (dpicked.double(), dlse.double()))
+    lost = torch.where(at < 0, 0, dpicked.double())[..., None]
+    alone = torch.zeros_like(logits).scatter_(-1, column, lost)
+    return (
+        torch.where(masked & (at >= 0), -torch.inf, picked.detach()),
+        torch.where(masked, -torch.inf, lse.detach()),
+        torch.where(masked[..., None], alone, dlogits),
+    )
+
+
+def check_scores(ops: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Forward, backward and backward in place against float64; `ops`: those three."""
+    scores, backward, backward_ = ops
+    dpicked, dlse, logits, at = scored(shape, dtype, device)
+    before = logits.clone()
+    picked, lse = scores(logits, at)
+    dlogits = backward(dpicked, dlse, logits, at, lse)
+    assert torch.equal(logits, before) and dlogits.dtype == dtype and picked.dtype == lse.dtype == dpicked.dtype
+    exact = scores_in_float64(dpicked, dlse, logits, at)
+    bound = 1e-13 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close((picked.double(), lse.double()), exact[:2], rtol=bound, atol=bound)
+    unit = max(torch.finfo(dtype).eps, bound)
+    torch.testing.assert_close(dlogits.double(), exact[2], rtol=unit, atol=bound)
+    backward_(dpicked, dlse, logits, at, lse)
+    assert torch.equal(logits, dlogits)
+
+
+def check_triton_scores(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    def into(pull: Any, fresh: bool) -> Any:
+        def run(*operands: Tensor) -> Tensor:
+            out = torch.empty_like(operands[2]) if fresh else operands[2]
+            pull(*operands, out)
+            return out
+
+        return run
+
+    pull = cross_entropy.triton_pull
+    check_scores((cross_entropy.triton_scores, into(pull, True), into(pull, False)), shape, dtype, device)
+
+
+def check_bad_logits(device: str) -> None:
+    """NaN stays NaN, in its row alone; so does an infinite logit, and `at` beyond the row gives NaN."""
+    _, _, logits, at = scored((5, 37), torch.float32, device)
+    at[:2] = torch.tensor([37, 5], device=device)
+    logits[1, 3], logits[3, 2] = torch.nan, torch.inf
+    picked, lse = cross_entropy.triton_scores(logits, at)
+    out = torch.empty_like(logits)
+    ones = torch.ones_like(lse)
+    cross_entropy.triton_pull(ones, ones, logits, at, lse, out)
+    assert picked.isnan().tolist() == [True, True, False, True, False], picked
+    assert lse.isnan().tolist() == [False, True, False, True, False], lse
+    assert out.isnan().all(-1).tolist() == [True, True, False, True, False], out
+
+
 def check(device: str, shapes: list[tuple[int, ...]] = SHAPES) -> int:
     """All of the above, in every dtype; how many there were."""
     check_first_update(device)
+    check_bad_logits(device)
     for shape in shapes:
         for dtype in DTYPES:
             check_triton(shape, dtype, device)
             check_triton_adamw(shape, dtype, device)
-    return 2 * len(shapes) * len(DTYPES) + 1
+            check_triton_scores(shape, dtype, device)
+    return 3 * len(shapes) * len(DTYPES) + 2

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 TARGETS = (80, 90)
 WIDTHS = (1024, 4096, 8192)
+VOCABULARIES = (1000, 32768)
 
 
 class Case(NamedTuple):
@@ -28,8 +31,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every body of `kernels/`, in bfloat16 with float32 inside, and AdamW in float32, too."""
-    from shardlib.kernels import adamw, rms_norm
+    """Every body of `kernels/`, in bfloat16 with float32 inside; AdamW and cross-entropy in float32, too."""
+    from shardlib.kernels import adamw, cross_entropy, rms_norm
 
     for n in WIDTHS:
         layout = rms_norm.blocks(n)
@@ -37,6 +40,14 @@ def cases() -> Iterator[Case]:
         forward, backward = "*bf16 *bf16 *bf16 *fp32", "*bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32"
         yield Case(f"rms_norm {n}", rms_norm.forward_body, forward, sizes | dict(EPS=1e-6), warps)
         yield Case(f"rms_norm_backward {n}", rms_norm.backward_body, backward, sizes | dict(TURNS=16), warps)
+    for n in VOCABULARIES:
+        layout = cross_entropy.blocks(n)
+        sizes = dict(N=n, LOWEST=torch.finfo(torch.float32).min, BLOCK=layout["BLOCK"])
+        for x in ("bf16", "fp32"):
+            forward, backward = f"*{x} *i64 *fp32 *fp32", f"*fp32 *fp32 *{x} *i64 *fp32 *{x}"
+            bodies = (("", cross_entropy.forward_body, forward), ("_backward", cross_entropy.backward_body, backward))
+            for suffix, body, kinds in bodies:
+                yield Case(f"token_scores{suffix} {n} {x}", body, kinds, sizes, layout["num_warps"])
     hyper = dict(B1=0.9, B2=0.999, LOG_B1=math.log(0.9), LOG_B2=math.log(0.999), EPS=1e-8, DECAY=0.1)
     for p, whole in (("fp32", False), ("fp32", True), ("bf16", True)):
         kinds = f"*{p} *{p} *fp32 *fp32 *fp64 *i64 *{p if whole else 'fp32'} *fp32 *fp32 i32"

@@ -24,7 +24,6 @@ from shardlib.array import Array as Array
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad
 from shardlib.autodiff import remat as remat
-from shardlib.autodiff import scan as scan
 from shardlib.autodiff import value_and_grad as value_and_grad
 from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
@@ -58,15 +57,13 @@ from shardlib.norms import global_sum as global_sum
 from shardlib.ops import all_gather as all_gather
 from shardlib.ops import all_to_all as all_to_all
 from shardlib.ops import einsum as einsum
-from shardlib.ops import embed as embed
-from shardlib.ops import iota as iota
 from shardlib.ops import psum as psum
 from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
-from shardlib.ops import token_loss as token_loss
 from shardlib.patterns import assume as assume
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
+from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show
 from shardlib.state import abstract as abstract
@@ -85,6 +82,9 @@ from shardlib.tree import specs as specs
 from shardlib.tree import stack as stack
 from shardlib.tree import static as static
 from shardlib.types import typeof as typeof
+from shardlib.vocab import embed as embed
+from shardlib.vocab import iota as iota
+from shardlib.vocab import token_loss as token_loss
 from shardlib.zero import Layout as Layout
 from shardlib.zero import place as place
 from shardlib.zero import split as split

@@ -22,8 +22,7 @@ from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
 from shardlib.phases import phase
-from shardlib.sharding import settle
-from shardlib.types import Leaf, Region, inside, padding_allowed, paused, region
+from shardlib.types import Leaf, Region, paused, region
 
 _plain = torch._C.DisableTorchFunction
 
@@ -182,7 +181,7 @@ class GradFn:
             )
             with phase("backward"), _last_derivative():
                 pulled = pull(cotangents)
-            grads = [_dual(here, x, g, p) for x, g, (_, p) in zip(flat, pulled, names, strict=True)]
+            grads = [as_gradient(here, x, g, p) for x, g, (_, p) in zip(flat, pulled, names, strict=True)]
         result = tree.unflatten(treedef, grads)
         result = result if many else result[0]
         if seeds is not None:
@@ -220,15 +219,22 @@ def aux_of(found: Any) -> Aux:
     return Aux(metrics, extra)
 
 
-def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
+_DUALS = {"I": "I", "R": "P", "V": "V", "P": "R"}
+
+
+def dual(kind: str) -> str:
+    """The type of the gradient of a value of type `kind`."""
+    return "".join(map(_DUALS.__getitem__, kind))
+
+
+def as_gradient(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
     """Check and set the type of the gradient of `x`."""
     kind, found = here.type_of(x), here.type_of(g)
-    out = []
     for axis, k, f in zip(here.mesh.shape, kind, found, strict=True):
         if (k == "I" and f != "I") or (k == "P" and f in "VP"):
-            dual = "invariant" if k == "I" else "replicated"
+            meant = "invariant" if k == "I" else "replicated"
             raise SpecError(
-                f"the gradient of `{path}` over `{axis}` should be {dual}, its parts differ by rank: "
+                f"the gradient of `{path}` over `{axis}` should be {meant}, its parts differ by rank: "
                 "a reduction was lost (a custom backward, or an op that types do not see through).\n"
                 f"  pvary the value over `{axis}` where it is used differently by rank"
             )
@@ -237,13 +243,12 @@ def _dual(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
                 f"the gradient of `{path}` over `{axis}` should be pending, it is equal on all ranks: a sum was made "
                 "in a custom backward, and would be made again.\n  Return the cotangent there as it is"
             )
-        out.append({"I": "I", "R": "P", "V": "V", "P": "R"}[k])
     with paused():
         g = g.view_as(g)  # an object of its own: a sum gives one cotangent to both its operands
-    here.set_type(g, "".join(out))
+    here.set_type(g, dual(kind))
     leaf = here.leaves.get(x)
     if leaf is not None:
-        spec = replace(leaf.spec, pending=here.axes_of("".join(out), "P"))
+        spec = replace(leaf.spec, pending=here.axes_of(dual(kind), "P"))
         here.mark(g, Leaf(spec, leaf.shape), here.padded.get(x) is not None)
     return g
 
@@ -356,42 +361,3 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     run.__name__ = getattr(f, "__name__", "remat")
     return run
-
-
-# ---- scan
-
-
-def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
-    """`f(carry, x) -> (carry, y)` over the leading dim of every leaf of `xs`: the last carry, and the `y`s stacked.
-
-    A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`.
-    """
-    flat, treedef = tree.flatten(xs)
-    if not flat and length is None:
-        raise SpecError("scan needs xs, or length=")
-    lengths = {x.shape[0] for x in flat}
-    if len(lengths | ({length} if length is not None else set())) > 1:
-        raise SpecError(
-            f"scan: the leading dimensions differ: {sorted(lengths)}" + (f", length={length}" if length else "")
-        )
-    n = length if length is not None else lengths.pop()
-    slices = [_unstacked(x) for x in flat]
-    carry, ys = init, []
-    for i in range(n):
-        carry, y = f(carry, tree.unflatten(treedef, [s[i] for s in slices]))
-        ys.append(y)
-    if not ys or not tree.leaves(ys[0]):
-        return carry, ys[0] if ys else None
-    return carry, tree.map_(lambda *parts: torch.stack(parts), *ys)
-
-
-def _unstacked(x: Tensor) -> tuple[Tensor, ...]:
-    """The slices of `x`, in one op (its transpose is one `stack`), each still a leaf."""
-    leaf = region().leaves.get(x) if inside() else None
-    if leaf is None or leaf.spec.dims[0].axes:
-        return torch.unbind(x)
-    with padding_allowed():  # slices are as padded as the whole
-        parts = torch.unbind(x)
-    for p in parts:
-        settle(p, Leaf(leaf.spec.unstack(), leaf.shape[1:]))
-    return parts

@@ -18,7 +18,7 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
         return handle_torch_function(einsum, operands, equation, *operands)
     left, out = equation.split("->")
     terms = left.split(",")
-    if len(operands) != 2 or not _product(*terms, out):
+    if len(operands) != 2 or not _product(terms[0], terms[1], out):
         return torch.einsum(equation, *operands)
     (a, b), (x, y) = terms, operands
     if out and next((n for n in out if n not in a or n not in b), out[0]) not in a:  # the left one leads in the result

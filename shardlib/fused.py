@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.errors import SpecError
 from shardlib.kernels import adamw as _adamw
+from shardlib.kernels import cross_entropy as _cross_entropy
 from shardlib.kernels import rms_norm as _rms_norm
 from shardlib.types import short
 
@@ -32,9 +33,25 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         raise SpecError(
             f"rms_norm takes x (..., n) and scale (n), floats with n > 0; found {short(x)} and {short(scale)}"
         )
-    if [i.key() for i in get_interpreter_stack() or ()].count(TransformType.Jvp) > 1:
-        raise SpecError("rms_norm: torch loses terms of Functions where forward mode is nested; use jacrev for one")
+    _refuse_nested("rms_norm")
     return _RmsNorm.apply(x, scale, eps)[0]  # type: ignore[index]
+
+
+def token_scores(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """`(log_softmax(logits)[at], logsumexp(logits))` over the last dim, the first 0 where `at` is -1.
+
+    logits (..., n), any float dtype; at (...), int64 in -1..n-1 -> two tensors (...), computed in float32 or wider
+    without a copy of the logits. No operand may be pending. Derivatives of second order and forward mode are plain
+    torch ops. Raises `SpecError`, in the name of `token_loss`, and torch's IndexError.
+    """
+    if has_torch_function((logits, at)):
+        return handle_torch_function(token_scores, (logits, at), logits, at)
+    if not logits.dim() or not logits.shape[-1] or at.shape != logits.shape[:-1] or not _floats(logits):
+        raise SpecError(f"token_loss takes logits (..., n), floats with n > 0; found {short(logits)} for {short(at)}")
+    if at.dtype != torch.int64:
+        raise SpecError(f"token_loss takes int64 targets, found {short(at)}")
+    _refuse_nested("token_loss")
+    return _TokenScores.apply(logits, at)  # type: ignore[return-value]
 
 
 def adamw(
@@ -79,6 +96,11 @@ def adamw_(
     _adamw.adamw_(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
 
 
+def _refuse_nested(name: str) -> None:
+    if [i.key() for i in get_interpreter_stack() or ()].count(TransformType.Jvp) > 1:
+        raise SpecError(f"{name}: torch loses terms of Functions where forward mode is nested; use jacrev for one")
+
+
 def _floats(*tensors: Tensor) -> bool:
     return all(x.is_floating_point() for x in tensors)
 
@@ -96,17 +118,7 @@ def _check_adamw(name: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tens
         )
 
 
-# ---- derivatives of rms_norm
-
-
-def _value(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain ops, to be differentiated again."""
-    return _rms_norm.reference(x, scale, eps)[0]
-
-
-def _pulled(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(dx, dscale) in plain ops, as functions of all three."""
-    return _rms_norm.reference_backward(dy, x, scale, _rms_norm.reference(x, scale, eps)[1])
+# ---- derivatives
 
 
 def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Any:
@@ -117,6 +129,23 @@ def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[
     transpose = torch.func.vjp(lambda *g: pull(g if many else g[0]), *zeros)[1]
     pushed = transpose(tangents)
     return pushed if many else pushed[0]
+
+
+def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
+
+
+# ---- of rms_norm
+
+
+def _value(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain ops, to be differentiated again."""
+    return _rms_norm.reference(x, scale, eps)[0]
+
+
+def _pulled(dy: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(dx, dscale) in plain ops, as functions of all three."""
+    return _rms_norm.reference_backward(dy, x, scale, _rms_norm.reference(x, scale, eps)[1])
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -181,5 +210,68 @@ class _Gradient(torch.autograd.Function):
         return torch.func.vmap(f, in_dims[:3])(*args[:3]), (0, 0)
 
 
-def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
+# ---- of token_scores
+
+
+class _TokenScores(torch.autograd.Function):
+    """(logits, at) -> (picked, lse)."""
+
+    @staticmethod
+    def forward(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return _cross_entropy.token_scores(logits, at)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dpicked: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _ScoresGradient.apply(dpicked, dlse, *ctx.saved_tensors), None  # type: ignore[return-value]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+        logits, at = ctx.saved_tensors
+        return _pushed(partial(_cross_entropy.reference, at=at), (logits,), (tangent,))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *operands: Tensor) -> Any:
+        return _TokenScores.apply(*_as_rows(info.batch_size, in_dims, operands)), (0, 0)
+
+
+class _ScoresGradient(torch.autograd.Function):
+    """(dpicked, dlse, logits, at, lse) -> dlogits."""
+
+    @staticmethod
+    def forward(*operands: Tensor) -> Tensor:  # type: ignore[override]
+        return _cross_entropy.token_scores_backward(*operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.save_for_forward(*inputs[:4])
+
+    @staticmethod
+    def backward(ctx: Any, dual: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *primals, at = ctx.saved_tensors
+        return *torch.func.vjp(partial(_scores_pulled, at=at), *primals)[1](dual), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        *primals, at = ctx.saved_tensors
+        return _pushed(partial(_scores_pulled, at=at), (*primals,), _or_zeros(tangents, (*primals,)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *operands: Tensor) -> Any:
+        return _ScoresGradient.apply(*_as_rows(info.batch_size, in_dims, operands)), 0
+
+
+def _scores_pulled(dpicked: Tensor, dlse: Tensor, logits: Tensor, at: Tensor) -> Tensor:
+    """dlogits in plain ops, as a function of the first three."""
+    return _cross_entropy.reference_backward(dpicked, dlse, logits, at, _cross_entropy.reference(logits, at)[1])
+
+
+def _as_rows(size: int, in_dims: tuple[int | None, ...], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """What is mapped over, as more rows: each row is alone anyhow."""
+    pairs = zip(operands, in_dims, strict=True)
+    return [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]

@@ -20,12 +20,13 @@ from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.trace import meta, trace
+from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.log import telling, wanted
 from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Memo, once, places
-from shardlib.passes import Pass, applied, default
+from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import shards_of, tracing
 from shardlib.signature import Signature, argument_paths, described, mesh_key, settings, signature_of
 from shardlib.simulate import run_lockstep
@@ -76,13 +77,15 @@ class Lowered:
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
-            gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
+            cpu, log = self.mesh.device.type == "cpu", wanted(self.mesh)
+            if cpu:
+                keep_freed()
             for group in group_names(self.module):  # made by all of its ranks, where one has traced for all
                 self.mesh.group(group.rpartition("/")[2].split(","))
-            module, log = self.module, wanted(self.mesh)
+            module = self.module
             if log is not None and self.backend == "graph":
                 module = telling(copied(module), log)
-            module = applied([for_gloo], copied(module)) if gloo else module
+            module = applied([for_gloo], copied(module)) if cpu and self.mesh.total > 1 else module
             run = runner(module, self.backend)
             self._run = log.around(run, self.name, self.mesh.name) if log is not None else run
         return self
@@ -127,7 +130,7 @@ class Jitted:
         cache: str | None = None,
     ) -> None:
         self.f, self.donate, self.static, self.max_traces = f, donate, static, max_traces
-        self.backend, self.passes, self.cache = backend, passes, cache
+        self.backend, self.passes, self.cache = backend, for_backend(passes, backend), cache
         self.__name__ = getattr(f, "__name__", "jit")
         self._programs: dict[Any, Lowered] = Memo()
 

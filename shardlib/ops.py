@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import einops
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib import collectives as c
 from shardlib import layout, tree
 from shardlib.contract import einsum as _einsum
 from shardlib.errors import SpecError
-from shardlib.mean import Mean, summed_later
 from shardlib.patterns import axes_named, check_operand, failure, moved, resolve, state_sum
-from shardlib.spec import Dim, Pattern, Spec, parse_list, parse_pattern
+from shardlib.spec import Dim, Pattern, Spec, parse_pattern
 from shardlib.types import region
 
 # ---- collectives by pattern
@@ -314,87 +311,3 @@ def _names(spec: Spec) -> dict[str, Dim]:
         for i, n in enumerate(d.parts or (d.name,)):
             out[n] = Dim(n, d.axes if i == 0 else (), (), d.span)
     return out
-
-
-# ---- vocabularies
-
-
-def iota(spec: str, n: int) -> Tensor:
-    """The global positions of this rank's piece of a dimension, `n` on each rank: `iota("seq/cp", n)`; int64."""
-    here = region()
-    dim = resolve(parse_list(spec, 1)[0], here).dims[0]
-    positions = torch.arange(n, device=here.mesh.device)
-    return positions + n * c.axis_index(dim.axes) if dim.axes else positions
-
-
-def embed(pattern: str, table: Tensor, tokens: Tensor) -> Tensor:
-    """Look rows up: `embed("vocab/tp model, batch/dp seq -> batch/dp seq model +tp", table, tokens)`.
-
-    The first dimension of the table may be split; each rank then looks up what it holds and the result is pending.
-    Token ids outside 0..vocab-1 give zeros where the table is split, and are an error of torch where it is not.
-    """
-    p, here, local = parse_pattern(pattern, 2), region(), dict[str, int]()
-    axes = axes_named(p.inputs + p.outputs, here)
-    pairs = zip(p.inputs, (table, tokens), strict=True)
-    rows, ids = (check_operand(s, x, pattern, axes, local) for s, x in pairs)
-    out, split = resolve(p.outputs[0], here), rows.dims[0].axes
-    want = Spec(ids.dims + rows.dims[1:], split)
-    if (out.names, out.chains, set(out.pending)) != (want.names, want.chains, set(split)):
-        span = (pattern.index("->") + 2, len(pattern))
-        what = "embed gives the dimensions of the tokens, then those of a row"
-        raise failure(pattern, span, what, f"write `{want}`")
-    if not split:
-        return F.embedding(tokens, table)
-    at, mine = _own(tokens, table.shape[0], split)
-    found = F.embedding(at, table)
-    return c._pending(torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found)), here.mesh.ordered(split))
-
-
-def _own(ids: Tensor, n: int, axes: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Where in this rank's `n` entries of a split vocabulary ids stand (0 where they do not), and whether they do."""
-    at = ids - n * c.axis_index(axes)
-    mine = (at >= 0) & (at < n)
-    return torch.where(mine, at, 0), mine
-
-
-def token_loss(
-    pattern: str, logits: Tensor, targets: Tensor, *, weight: Tensor | None = None, per_token: bool = False
-) -> Any:
-    """Cross-entropy in nats over the last dimension: `token_loss("batch/dp vocab/tp, batch/dp", logits, targets)`.
-
-    The vocabulary may be split. Negative targets weigh nothing. A `Mean` over tokens (each weighing `weight`, default
-    1), pending over the axes of the targets; with `per_token=True` the losses themselves, zeros where the target is
-    negative. 16-bit logits are computed in float32. A target beyond the vocabulary gives NaN where that is split, and
-    is an error of torch where it is not.
-    """
-    specs, here, local = parse_list(pattern, 2), region(), dict[str, int]()
-    axes, pairs = axes_named(specs, here), zip(specs, (logits, targets), strict=True)
-    scores, ids = (check_operand(s, x, pattern, axes, local) for s, x in pairs)
-    if (scores.names[:-1], scores.chains[:-1]) != (ids.names, ids.chains):
-        span = specs[1].dims[0].span if specs[1].dims else (0, 1)
-        raise failure(pattern, span, "the targets have the dimensions of the logits but for the last")
-    valid, logits = targets >= 0, logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if scores.dims[-1].axes:
-        loss = _split_cross_entropy(logits, targets, scores.dims[-1].axes)
-        beyond = targets >= logits.shape[-1] * here.mesh.size(scores.dims[-1].axes)
-        loss = torch.where(beyond, torch.nan, loss)
-        loss = torch.where(valid, loss, torch.zeros_like(loss))
-    else:
-        wanted = torch.where(valid, targets, -100).flatten()
-        loss = F.cross_entropy(logits.flatten(0, -2), wanted, reduction="none").view(targets.shape)
-    if per_token:
-        return loss if weight is None else loss * weight
-    weights = valid.to(loss.dtype) if weight is None else torch.where(valid, weight.to(loss.dtype), 0.0)
-    over = here.mesh.ordered(ids.split)
-    total = loss.sum() if weight is None else (loss * weights).sum()
-    return Mean(summed_later(total, over), summed_later(weights.sum(), over))
-
-
-def _split_cross_entropy(logits: Tensor, targets: Tensor, axes: Sequence[str]) -> Tensor:
-    """Cross-entropy where each rank holds a piece of the last dimension: a maximum and two sums over ranks."""
-    over = region().mesh.ordered(axes)
-    shifted = logits - c.pmax(logits.detach().amax(-1, keepdim=True), over)
-    norm = c._psum(shifted.exp().sum(-1), over).log()
-    at, mine = _own(targets, logits.shape[-1], axes)
-    picked = shifted.gather(-1, at.unsqueeze(-1)).squeeze(-1)
-    return norm - c._psum(torch.where(mine, picked, torch.zeros_like(picked)), over)

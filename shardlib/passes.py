@@ -10,12 +10,24 @@ from torch.fx import GraphModule
 
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
+from shardlib.graph.fuse import fuse as fuse
+from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
+from shardlib.graph.in_place import reuse as reuse
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.regather import regather as regather
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, regather, bucket, overlap, in_place)
+default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse)
+
+
+def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
+    """With `fuse` where regions are compiled, before what writes in place; without `reuse` where all is, since a
+    compiler places values itself."""
+    found = [one for one in passes if backend != "inductor" or one is not reuse]
+    if backend == "regional" and fuse not in found:
+        found.insert(next((i for i, one in enumerate(found) if one in (in_place, reuse)), len(found)), fuse)
+    return tuple(found)
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:

@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 import shardlib as sl
 from shardlib import collectives as c
-from shardlib.autodiff import _dual
+from shardlib.autodiff import as_gradient
 from shardlib.broadcast import _PSumTo
 from shardlib.types import region
 
@@ -110,7 +110,7 @@ def test_transposes(mesh: dict[str, int], axes: tuple[str, ...]) -> None:
             assert back.shape == x.shape and here.type_of(ahead) == given, name
             found = zip(kind, here.type_of(back), strict=True)
             assert all(f in TRANSPOSED[k] for k, f in found), (name, kind, here.type_of(back))
-            assert here.type_of(_dual(here, x, back, name)) == "".join(DUAL[k] for k in kind), name
+            assert here.type_of(as_gradient(here, x, back, name)) == "".join(DUAL[k] for k in kind), name
             twice = vjp(lambda g, pull=pull: pull(g)[0], g)[1](dx)[0].clone()
             here.set_type(twice, given)  # that of `pending` is varying: its transpose is the identity
             many = (

@@ -150,6 +150,68 @@ def test_rms_norm_on_shapes_alone():
     assert y.shape == X.shape and y.is_meta
 
 
+# ---- token_scores
+
+LOGITS, AT = 3 * X.cos(), torch.arange(15).view(3, 5) % 8 - 1
+
+
+def scores(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    return fused.token_scores(x, at)
+
+
+def plain_scores(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    found = x.log_softmax(-1).gather(-1, at.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(at < 0, 0, found), x.logsumexp(-1)
+
+
+def mixed(f: Callable[..., Any], x: Tensor, at: Tensor = AT) -> Tensor:
+    """A number that depends on both results."""
+    picked, lse = f(x, at)
+    return (picked.sin() * lse.square()).sum()
+
+
+SCORES: dict[str, Callable[[Any], Any]] = {
+    "value": lambda f: f(LOGITS, AT),
+    "grad": lambda f: grad(lambda x: mixed(f, x))(LOGITS),
+    "grad of one": lambda f: [grad(lambda x, i=i: f(x, AT)[i].square().sum())(LOGITS) for i in (0, 1)],
+    "jacrev twice": lambda f: jacrev(jacrev(lambda x: mixed(f, x, AT[0])))(LOGITS[0]),
+    "hessian": lambda f: hessian(lambda x: mixed(f, x, AT[0]))(LOGITS[0]),
+    "jvp": lambda f: jvp(lambda x: f(x, AT), (LOGITS,), (X,)),
+    "third": lambda f: grad(lambda x: grad(lambda y: grad(lambda z: mixed(f, z))(y).pow(3).sum())(x).pow(2).sum())(
+        LOGITS
+    ),
+    "per sample": lambda f: vmap(grad(lambda x, at: mixed(f, x, at)), (1, 1))(LOGITS, AT),
+    "mapped logits": lambda f: vmap(grad(lambda x: mixed(f, x, AT[:, 0])), 1)(LOGITS),
+    "mapped targets": lambda f: vmap(grad(lambda x, at: mixed(f, x, at)), (None, 0))(
+        LOGITS, torch.stack((AT, AT.flip(0)))
+    ),
+    "transposed": lambda f: grad(lambda x: mixed(f, x.transpose(0, 1), AT.T))(LOGITS),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_token_scores_in_transforms(name):
+    close(SCORES[name](scores), SCORES[name](plain_scores))
+
+
+def test_token_scores_under_plain_autograd():
+    x = LOGITS.clone().requires_grad_()
+    close(torch.autograd.grad(mixed(scores, x), x)[0], grad(lambda x: mixed(plain_scores, x))(LOGITS))
+
+
+def test_token_scores_in_nested_forward_mode_are_refused():
+    with pytest.raises(SpecError, match="token_loss: torch loses terms of Functions where forward mode is nested"):
+        jacfwd(jacfwd(lambda x: mixed(scores, x, AT[0])))(LOGITS[0])
+
+
+def test_bad_logits():
+    for x, at in ((LOGITS, AT[0]), (LOGITS[..., :0], AT), (LOGITS.long(), AT), (LOGITS[0, 0, 0], AT)):
+        with pytest.raises(SpecError, match=r"token_loss takes logits \(..., n\), floats with n > 0; found .* for i64"):
+            scores(x, at)
+    with pytest.raises(SpecError, match=r"token_loss takes int64 targets, found i32\[3, 5\]"):
+        scores(LOGITS, AT.int())
+
+
 # ---- adamw
 
 RATE, COUNT = torch.tensor(0.02, dtype=F64), torch.tensor(3)

@@ -340,18 +340,19 @@ def test_lower_takes_abstract_arrays():
 
 
 def test_an_unknown_backend():
-    with pytest.raises(sl.SpecError, match="unknown backend `triton`; there are `graph` and `inductor`"):
+    with pytest.raises(sl.SpecError, match="unknown backend `triton`; there are `graph`, `regional` and `inductor`"):
         sl.jit(doubled, backend="triton")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_inductor():
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("backend", ["regional", "inductor"])
+def test_compiled_backends(backend, accumulate):
     with mesh(dp=1):
         found = []
-        for backend in ("graph", "inductor"):
-            step = sl.jit(
-                sl.step(loss, sl.optim.adamw(0.1), clip=0.01, accumulate=2), backend=backend, donate_argnums=0
-            )
+        for each in ("graph", backend):
+            step = sl.step(loss, sl.optim.adamw(0.1), clip=0.01, accumulate=accumulate)
+            step = sl.jit(step, backend=each, donate_argnums=0)
             state, batch = started(step)
             for _ in range(2):
                 state, metrics = step(state, batch)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu
 from benchmarks import kernels as compiler
@@ -23,13 +24,17 @@ from benchmarks.kernel_checks import (
     SHAPES,
     assert_rounded_once,
     buffers,
+    check_bad_logits,
     check_first_update,
+    check_scores,
     check_triton,
     check_triton_adamw,
+    check_triton_scores,
     in_float64,
     operands,
+    scored,
 )
-from shardlib.kernels import adamw
+from shardlib.kernels import adamw, cross_entropy
 from shardlib.kernels import rms_norm as kernel
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +53,69 @@ def test_cpu_op_equals_reference_and_float64(shape, dtype):
     for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
         assert got.dtype == dtype
         assert_rounded_once(got, exact)
+
+
+SCORES = cross_entropy.token_scores, cross_entropy.token_scores_backward, cross_entropy.token_scores_backward_
+
+
+@pytest.mark.parametrize("chunk", [cross_entropy.CHUNK, 200, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_on_the_cpu(shape, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", chunk)
+    check_scores(SCORES, shape, dtype, "cpu")
+    dpicked, dlse, logits, at = scored(shape, dtype)
+    plain = cross_entropy.reference(logits, at)
+    torch.testing.assert_close(cross_entropy.token_scores(logits, at), plain)
+    pulled = cross_entropy.reference_backward(dpicked, dlse, logits, at, plain[1])
+    torch.testing.assert_close(cross_entropy.token_scores_backward(dpicked, dlse, logits, at, plain[1]), pulled)
+
+
+def test_scores_of_any_strides():
+    dpicked, dlse, logits, at = scored((4, 6), torch.float64)
+    for turned in (logits.T.contiguous().T, torch.cat((logits, logits), 1)[:, :6]):
+        assert not turned.is_contiguous()
+        picked, lse = cross_entropy.token_scores(turned, at)
+        assert torch.equal(picked, cross_entropy.token_scores(logits, at)[0])
+        wanted = cross_entropy.token_scores_backward(dpicked, dlse, logits, at, lse)
+        assert torch.equal(cross_entropy.token_scores_backward(dpicked, dlse, turned, at, lse), wanted)
+        cross_entropy.token_scores_backward_(dpicked, dlse, turned, at, lse)
+        assert torch.equal(turned, wanted)
+
+
+def test_scores_beyond_the_row_and_of_what_is_no_number():
+    _, _, logits, at = scored((5, 37), torch.float32)
+    logits[1, 3], logits[3, 2] = torch.nan, torch.inf
+    picked, lse = cross_entropy.token_scores(logits, at)
+    dlogits = cross_entropy.token_scores_backward(torch.ones_like(lse), torch.ones_like(lse), logits, at, lse)
+    nan = [False, True, False, True, False]
+    assert lse.isnan().tolist() == dlogits.isnan().all(-1).tolist() == nan
+    assert picked[1:].isnan().tolist() == nan[1:] and picked[0] == 0
+    at[0] = 37
+    with pytest.raises(IndexError, match="Target 37 is out of bounds"):
+        cross_entropy.token_scores(logits, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_on_the_cpu_take_little_memory(dtype, monkeypatch):
+    """No tensor is made but for the results, a chunk of rows in float32, and numbers per row."""
+    monkeypatch.setattr(cross_entropy, "CHUNK", 4000)
+    dpicked, dlse, logits, at = scored((50, 1000), dtype)
+    lse, out, made = cross_entropy.reference(logits, at)[1], torch.empty_like(logits), dict[int, int]()
+    known = {x.untyped_storage().data_ptr() for x in (logits, out)}
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            for x in found if isinstance(found, (list, tuple)) else (found,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                    made[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return found
+
+    with Sizes():
+        cross_entropy._scores(logits, at)
+        cross_entropy._pull(dpicked, dlse, logits, at, lse, out)
+    assert 50 * 4 in made.values() and max(made.values()) <= 4000 * 4
 
 
 def test_transposed_operands():
@@ -70,6 +138,11 @@ def test_registration(shape):
         torch.library.opcheck(kernel.rms_norm_backward, (dy, x, scale, rstd), test_utils=checks)
         for op in (adamw.adamw, adamw.adamw_):
             torch.library.opcheck(op, buffers(shape, dtype), test_utils=checks)
+        dpicked, dlse, logits, at = scored(shape, dtype)
+        lse = cross_entropy.token_scores(logits, at)[1]
+        torch.library.opcheck(SCORES[0], (logits, at), test_utils=checks)
+        for op in SCORES[1:]:
+            torch.library.opcheck(op, (dpicked, dlse, logits, at, lse), test_utils=checks)
 
 
 def test_trace_keeps_each_op_whole():
@@ -101,11 +174,13 @@ def test_triton_in_its_interpreter():
 def test_triton_on_a_gpu(shape, dtype):
     check_triton(shape, dtype, "cuda")
     check_triton_adamw(shape, dtype, "cuda")
+    check_triton_scores(shape, dtype, "cuda")
 
 
 @pytest.mark.gpu
-def test_first_update_on_a_gpu():
+def test_first_update_and_bad_logits_on_a_gpu():
     check_first_update("cuda")
+    check_bad_logits("cuda")
 
 
 @needs_triton
@@ -119,7 +194,10 @@ def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
     assert {(r["kernel"], r["target"]) for r in rows} == {
         (c.name, f"sm_{t}") for c in compiler.cases() for t in compiler.TARGETS
     }
-    assert {r["kernel"].split()[0] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw", "adamw_"}
+    assert {r["kernel"].split()[0] for r in rows} == {
+        *("rms_norm", "rms_norm_backward", "adamw", "adamw_"),
+        *("token_scores", "token_scores_backward"),
+    }
     assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
 
 
@@ -131,7 +209,8 @@ def test_gpu_benchmark_runs_on_the_cpu():
     lines = said.getvalue().splitlines()
     rows = json.loads(lines[-1])["rows"]
     assert len(lines) == len(rows) + 3 and all(line.count("|") == len(gpu.COLUMNS) + 1 for line in lines[:-1])
-    assert {r["what"] for r in rows} == {"rms_norm", "rms_norm_backward", "adamw_", "train step, graph"}
+    kernels = {"rms_norm", "rms_norm_backward", "adamw_", "token_scores", "token_scores_backward_"}
+    assert {r["what"] for r in rows} == {*kernels, "train step, graph"}
     assert all(r["shardlib"] > 0 for r in rows)
     assert all(r["torch"] and r["compiled"] for r in rows if r["unit"] == "GB/s" and r["dtype"] == "float32")
 

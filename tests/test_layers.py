@@ -15,7 +15,7 @@ LAYERS = [
     ["spec"],  # the grammar; pure strings
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
-    ["random", "saves", "chunks", "phases", "contract"],  # know nothing of shardlib's types
+    ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
@@ -24,13 +24,23 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.nodes", "graph.trace", "graph.memory"],
-    ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.in_place", "graph.gloo", "passes"],
+    ["graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
+    ["graph.joint", "scan"],
+    [
+        "graph.dedupe",
+        "graph.regather",
+        "graph.buckets",
+        "graph.hoist",
+        "graph.overlap",
+        "graph.in_place",
+        "graph.gloo",
+        "passes",
+    ],
     ["graph.program"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
@@ -69,6 +79,7 @@ PRIVATE = {
     "state": "fake tensors",
     "checkpoint": "fake tensors",
     "graph.trace": "fake tensors, make_fx",
+    "scan": "functorch's levels",
     "graph.program": "Inductor",
     "graph.in_place": "which ops have kernels",
     "graph.stored": "fake tensors, ops",
@@ -170,9 +181,9 @@ def test_rules_of_style(module):
         where = f"{module}:{getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Attribute):
             assert "hook" not in node.attr or not node.attr.startswith("register_"), f"{where}: no hooks"
-            reads = module in ("mesh", "testing.server") or dotted(node) not in ("os.environ", "os.getenv")
+            reads = module in ("mesh", "heap", "testing.server") or dotted(node) not in ("os.environ", "os.getenv")
             assert reads or module.startswith("cli."), (
-                f"{where}: only the mesh, the server and the launcher read the environment"
+                f"{where}: only the mesh, the heap, the server and the launcher read the environment"
             )
         for target in node.targets if isinstance(node, ast.Assign) else ():
             assert not dotted(target).startswith("torch."), f"{where}: no assignment into torch"

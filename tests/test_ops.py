@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
@@ -20,28 +19,13 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=R, dtype=torch.float64)
 
 
-def ids(high: int, *shape: int, low: int = 0) -> Tensor:
-    return torch.randint(low, high, shape, generator=R)
-
-
 def einsum(pattern: str, plain: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
     left, right = pattern.split("->")
     args = [(draw(*s), spec.strip()) for s, spec in zip(shapes, left.split(","), strict=True)]
     return lambda *xs: sl.einsum(pattern, *xs), lambda *xs: torch.einsum(plain, *xs), args, right.strip()
 
 
-def loss(x: Tensor, y: Tensor, w: Tensor | None = None) -> Tensor:
-    """Cross-entropy by torch, negative targets left out."""
-    each = F.cross_entropy(x.flatten(0, -2), y.clamp(min=0).flatten(), reduction="none").view(y.shape) * (y >= 0)
-    return each if w is None else each * w
-
-
-def per_token(pattern: str) -> Callable[..., Tensor]:
-    return lambda x, y: sl.token_loss(pattern, x, y, per_token=True)
-
-
-LOGITS, TARGETS, WEIGHTS = draw(4, 3, 8) * 3, ids(8, 4, 3, low=-3), draw(4, 3).abs()
-X, TABLE, TOKENS = draw(4, 6, 8), draw(8, 5), ids(8, 4, 3)
+X = draw(4, 6, 8)
 SUM = "b/dp s d/tp -> b/dp s +tp"
 
 RIGHT: dict[str, Any] = {
@@ -101,55 +85,6 @@ RIGHT: dict[str, Any] = {
         [(X, "b/dp s d")],
         "b/dp s d",
     ),
-    "embed": (
-        lambda t, i: sl.embed("v m, b/dp s -> b/dp s m", t, i),
-        lambda t, i: t[i],
-        [(TABLE, "v m"), (TOKENS, "b/dp s")],
-        "b/dp s m",
-    ),
-    "embed, split": (
-        lambda t, i: sl.embed("v/tp m, b/dp s -> b/dp s m +tp", t, i),
-        lambda t, i: t[i],
-        [(TABLE, "v/tp m"), (TOKENS, "b/dp s")],
-        "b/dp s m +tp",
-    ),
-    "embed, split over a chain": (
-        lambda t, i: sl.embed("v/tp/dp m, b s -> b s m +dp +tp", t, i),
-        lambda t, i: t[i],
-        [(TABLE, "v/tp/dp m"), (TOKENS, "b s")],
-        "b s m +dp +tp",
-    ),
-    "embed, rows split": (
-        lambda t, i: sl.embed("v m/tp, b/dp s -> b/dp s m/tp", t, i),
-        lambda t, i: t[i],
-        [(draw(8, 4), "v m/tp"), (TOKENS, "b/dp s")],
-        "b/dp s m/tp",
-    ),
-    "token_loss": (per_token("b/dp s v, b/dp s"), loss, [(LOGITS, "b/dp s v"), (TARGETS, "b/dp s")], "b/dp s"),
-    "token_loss, vocabulary split": (
-        per_token("b/dp s v/tp, b/dp s"),
-        loss,
-        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s")],
-        "b/dp s",
-    ),
-    "token_loss, vocabulary split over a chain": (
-        per_token("b s v/tp/dp, b s"),
-        loss,
-        [(LOGITS, "b s v/tp/dp"), (TARGETS, "b s")],
-        "b s",
-    ),
-    "token_loss, weighted": (
-        lambda x, y, w: sl.token_loss("b/dp s v/tp, b/dp s", x, y, weight=w, per_token=True),
-        loss,
-        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s"), (WEIGHTS, "b/dp s")],
-        "b/dp s",
-    ),
-    "token_loss, a mean": (
-        lambda x, y, w: sl.token_loss("b/dp s v/tp, b/dp s", x, y, weight=w.detach()).value,
-        lambda x, y, w: loss(x, y, w.detach()).sum() / (w.detach() * (y >= 0)).sum(),
-        [(LOGITS, "b/dp s v/tp"), (TARGETS, "b/dp s"), (WEIGHTS, "b/dp s")],
-        "",
-    ),
 }
 
 
@@ -166,93 +101,6 @@ def run(body: Callable[[Tensor, Tensor], Any], mesh: dict[str, int] | None = Non
     with sl.make_mesh(mesh or dict(dp=2, tp=2), simulate=True):
         args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
         return sl.gather(sl.shard_map(body, in_specs=None, out_specs="...")(*args))
-
-
-def test_iota() -> None:
-    def body(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return sl.iota("s/dp", 3), sl.iota("s/tp/dp", 1), sl.iota("s", 4)
-
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
-        out = sl.gather(sl.shard_map(body, in_specs=None, out_specs=("s/dp", "s/tp/dp", "s"))(*args))
-    assert [x.tolist() for x in out] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [0, 1, 2, 3]]
-
-
-def test_softmax_over_a_split_vocabulary() -> None:
-    """C16: the gradient of sum(c * log_softmax(x)), c = arange(8), is c - softmax * sum(c)."""
-    x, c = draw(1, 8), torch.arange(8)
-
-    def body(x: Tensor) -> Tensor:
-        def total(x: Tensor) -> Tensor:
-            each = [i * sl.token_loss("t v/tp, t", x, torch.full((1,), i), per_token=True) for i in range(8)]
-            return -torch.stack(each).sum()
-
-        return sl.grad(total)(x)
-
-    with sl.make_mesh(tp=4, simulate=True):
-        found = sl.gather(sl.shard_map(body, in_specs="t v/tp", out_specs="t v/tp")(sl.shard(x, "t v/tp")))
-    torch.testing.assert_close(found, c - x.softmax(-1) * c.sum(), rtol=1e-12, atol=1e-12)
-
-
-def log_softmax(x: Tensor) -> Tensor:
-    """As a user writes it over a vocabulary that is split."""
-    x = x - sl.pmax(x.detach().amax(-1, keepdim=True), "tp")
-    return x - sl.psum(x.exp().sum(-1, keepdim=True), "tp").log()
-
-
-def over_split(kind: str, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-    """A loss for each token of logits `"t/dp v/tp"`, the targets being the distribution of `y`, or `ids`."""
-    if kind == "token_loss":
-        return sl.token_loss("t/dp v/tp, t/dp", x, ids, per_token=True)
-    at = sl.iota("v/tp", x.shape[-1])
-    if kind == "z-loss":
-        peak = sl.pmax(x.detach().amax(-1), "tp")
-        return (sl.psum((x - peak[:, None]).exp().sum(-1), "tp").log() + peak) ** 2
-    weight = {
-        "dot": at.to(x.dtype),
-        "KL": log_softmax(y).exp(),
-        "smooth": 0.9 * (ids[:, None] == at).to(x.dtype) + 0.1 / (x.shape[-1] * sl.axis_size("tp")),
-    }[kind]
-    entropy = (weight * log_softmax(y)).sum(-1) if kind == "KL" else 0
-    return -sl.psum((weight * log_softmax(x)).sum(-1) - entropy, "tp")
-
-
-def in_one(kind: str, x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-    return {
-        "token_loss": lambda: F.cross_entropy(x, ids, reduction="none"),
-        "z-loss": lambda: x.logsumexp(-1) ** 2,
-        "dot": lambda: -(torch.arange(8) * x.log_softmax(-1)).sum(-1),
-        "KL": lambda: F.kl_div(x.log_softmax(-1), y.log_softmax(-1), reduction="none", log_target=True).sum(-1),
-        "smooth": lambda: F.cross_entropy(x, ids, reduction="none", label_smoothing=0.1),
-    }[kind]()
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("kind", ["token_loss", "dot", "KL", "smooth", "z-loss"])
-def test_c16_losses_over_a_split_vocabulary(kind: str, dtype: torch.dtype, bound: float) -> None:
-    """C16: ours and users' own, the mean over tokens that dp splits, and the gradient of the logits (and of `y`)."""
-    x, y, ids = (5 * draw(6, 8)).to(dtype), draw(6, 8).to(dtype), torch.tensor([0, 3, 7, 7, 2, 5])
-
-    def body(x: Tensor, y: Tensor, ids: Tensor) -> Any:
-        return sl.value_and_grad(lambda x, y: sl.Mean.of("t/dp", over_split(kind, x, y, ids)), (0, 1))(x, y)
-
-    wanted = torch.func.grad_and_value(lambda x, y: in_one(kind, x, y, ids).mean(), (0, 1))(x.double(), y.double())
-    with sl.make_mesh(dp=2, tp=4, simulate=True):
-        f = sl.shard_map(body, in_specs=None, out_specs=("", ("t/dp v/tp", "t/dp v/tp")))
-        value, grads = sl.gather(f(*sl.shard((x, y), "t/dp v/tp"), sl.shard(ids, "t/dp")))
-    for found, want in zip((*grads, value), (*wanted[0], wanted[1]), strict=True):
-        assert found.dtype == dtype and (found.double() - want).abs().max() <= bound * max(1, want.abs().max())
-
-
-def test_16_bit_logits_are_computed_in_float32() -> None:
-    def body(x: Tensor) -> Tensor:
-        return sl.token_loss("t v/tp, t", x, torch.tensor([1, -1, 7]), per_token=True)
-
-    x = draw(3, 8).bfloat16()
-    with sl.make_mesh(tp=2, simulate=True):
-        found = sl.gather(sl.shard_map(body, in_specs="t v/tp", out_specs="t")(sl.shard(x, "t v/tp")))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, loss(x.float(), torch.tensor([1, -1, 7])))
 
 
 def test_trees() -> None:
@@ -465,22 +313,6 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "reduce, sum from nowhere": (
         lambda x, w: sl.reduce("d e -> d +tp", w, "sum"),
         "`.tp` on the right, but no dimension split over `tp` is reduced",
-    ),
-    "embed": (
-        lambda x, w: sl.embed("d e, b/dp s -> b/dp e s", w, x[..., 0].long()),
-        "says equal|embed gives the dimensions of the tokens, then those of a row\n.*write `b/dp s e`",
-    ),
-    "embed, sum left out": (
-        lambda x, w: sl.embed("v/dp q, t -> t q", x[:, 0], torch.zeros(3, dtype=torch.int64)),
-        "embed gives the dimensions .*write `t q .dp`",
-    ),
-    "token_loss, targets": (
-        lambda x, w: sl.token_loss("b/dp s d/tp, s", x, torch.zeros(6, dtype=torch.int64)),
-        "the targets have the dimensions of the logits but for the last",
-    ),
-    "token_loss, one spec": (
-        lambda x, w: sl.token_loss("b/dp s d/tp", x, x),
-        "2 specs expected, separated by commas, found 1",
     ),
 }
 

@@ -3,6 +3,7 @@
 import gc
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,6 +245,47 @@ def is_write(node: Any) -> bool:
     return bool(aliased(node, written=True))
 
 
+def test_fuse_makes_one_graph_of_equal_groups():
+    """Products, sums over ranks and single numbers stand apart; values stay bitwise, with remat and micro-batches."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            gate, up = (x @ w).chunk(2, -1)
+            x = x + torch.sigmoid(gate) * up
+        return x * x.sum() / 7
+
+    with sl.make_mesh(dp=1, simulate=True):
+        run = sl.shard_map(f, in_specs=("a b", "b c"), out_specs="a b")
+        args = sl.shard(torch.rand(3, 4), "a b"), sl.shard(torch.rand(4, 8), "b c")
+        module = lowered(run, *args, use=[passes.fuse])
+        calls = [n.target for n in module.graph.nodes if n.op == "call_module"]
+        assert calls == ["fused_1", "fused_1", "fused_2"]  # what follows the last layer goes with it
+        assert [n.target for n in module.graph.nodes if "mm" in str(n.target)] == [torch.ops.aten.mm.default] * 3
+        assert torch.equal(sl.gather(sl.jit(run, passes=[passes.fuse])(*args)), sl.gather(run(*args)))
+    with sl.make_mesh(MESH, simulate=True):
+        for step in (train(), train(f=rematted), train(accumulate=2)):
+            assert_same(step, [passes.dedupe, passes.overlap, passes.fuse])
+
+
+def test_fuse_leaves_what_is_written_in_place_and_integers():
+    def f(x: Tensor) -> Any:
+        a = torch.sin(x) * 2
+        kept = a + 1
+        a.add_(x)  # in place: kept must be made of the old a
+        n = (x > 0).long() * 3 + 5
+        return kept, torch.cos(a) * 2, n * n
+
+    with sl.make_mesh(dp=1, simulate=True):
+        run = sl.shard_map(f, in_specs="a", out_specs=("a", "a", "a"))
+        x = torch.linspace(-1, 1, 5)
+        got = sl.jit(run, passes=[passes.fuse, passes.in_place, passes.reuse])(sl.shard(x, "a"))
+        for one, wanted in zip(sl.gather(got), f(x.clone()), strict=True):
+            assert torch.equal(one, wanted)
+        module = lowered(run, sl.shard(x, "a"), use=[passes.fuse])
+        apart = {str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"}
+        assert apart >= {"sin", "add_", "mul", "add"}
+
+
 def test_in_place_writes_elements_where_nothing_reads_any_more():
     """Not into arguments, nor what is read later, nor a value of another shape or dtype."""
 
@@ -258,7 +300,7 @@ def test_in_place_writes_elements_where_nothing_reads_any_more():
         x, row = torch.rand(3, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
         run = sl.shard_map(f, in_specs=("a b", "b"), out_specs=("b", "b"))
         args = sl.shard(x, "a b"), sl.shard(row, "b")
-        module = lowered(run, *args, use=[passes.in_place])
+        module = lowered(run, *args, use=[passes.reuse])
         writes = [(str(n.target), str(n.kwargs["out"].target)) for n in module.graph.nodes if is_write(n)]
         assert writes == [
             ("aten.mul.out", "aten.exp.default"),
@@ -280,7 +322,7 @@ def test_in_place_leaves_what_is_still_being_sent():
     with sl.make_mesh(dp=2, simulate=True):
         run = sl.shard_map(f, in_specs="n/dp", out_specs=("n", "n/dp"))
         x = sl.shard(torch.arange(4.0), "n/dp")
-        module = lowered(run, x, use=[passes.overlap, passes.in_place])
+        module = lowered(run, x, use=[passes.overlap, passes.in_place, passes.reuse])
         names = [str(n.target).split(".")[1] for n in module.graph.nodes if n.op == "call_function"]
         assert names == ["mul", "all_reduce", "add", "wait_tensor"] and not any(map(is_write, module.graph.nodes))
 
@@ -299,6 +341,30 @@ def test_in_place_leaves_what_others_hold():
         assert torch.equal(sl.gather(two)[0], torch.arange(4.0) + 1) and torch.equal(
             sl.gather(two)[1], torch.arange(4.0) + 2
         )
+
+
+def pulled(used: str, x: Tensor, w: Tensor, at: Tensor) -> Any:
+    """The gradient of a loss by its logits, which are a view of a product; `used` says who else holds those."""
+    z = w if used == "are an input" else (x @ w).view(2, 3, 5)
+    picked, lse = torch.ops.shardlib.token_scores(z, at)
+    early = z.exp().sum() if used == "read before" else 0
+    dz = torch.ops.shardlib.token_scores_backward(picked, lse, z, at, lse)
+    return dz + 1, early, z.sum() if used == "read later" else z[0] if used == "given back" else 0
+
+
+@pytest.mark.parametrize("used", ["no other", "read before", "read later", "given back", "are an input"])
+def test_in_place_gradient_of_logits(used):
+    """Where nothing reads the logits later, which are the program's own."""
+    x, w, at = torch.randn(6, 4), torch.randn(4, 5), torch.arange(6).view(2, 3) - 1
+    args = x, torch.randn(2, 3, 5) if used == "are an input" else w, at
+    with sl.make_mesh(dp=1, simulate=True):
+        f = sl.jit(partial(pulled, used))
+        kept, found = pulled(used, *(a.clone() for a in args)), f(*args)
+        targets = [str(n.target) for n in f.traces[0].module.graph.nodes if "token_scores_b" in str(n.target)]
+    taken = used in ("no other", "read before")
+    assert targets == [f"shardlib.token_scores_backward{'_' * taken}.default"]
+    for a, b in zip(kept, found, strict=True):
+        torch.testing.assert_close(b, a) if isinstance(a, Tensor) else None
 
 
 def test_for_gloo_keeps_values():

@@ -8,10 +8,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
-from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots
+from shardlib.graph.fuse import Island
+from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
+_PULL, _PULL_ = torch.ops.shardlib.token_scores_backward.default, torch.ops.shardlib.token_scores_backward_.default
 
 
 def in_place(module: GraphModule) -> GraphModule:
@@ -22,16 +24,31 @@ def in_place(module: GraphModule) -> GraphModule:
         return p2, m2, v2                         return p, m, v
 
     So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
-    in the graph of a micro-batch, to which the last one's is given. Saves a second state, and the time to get memory
-    for every result (the operating system clears it page by page). The last pass: others need values that stay.
+    in the graph of a micro-batch, to which the last one's is given. The gradient of logits goes where they were. Saves
+    a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
     storages = _Storages(module)
     for node in list(module.graph.nodes):
         if node.target is _ADAMW:
             _update(node, storages)
-        elif (found := _into(node.target)) is not None:
-            _written_into(node, *found, storages)
+        elif node.target is _PULL:
+            _over_logits(node, storages)
+        else:
+            _written_into(node, "placeholder", storages)
     _give_to_calls(module, storages)
+    return dead_code(module)
+
+
+def reuse(module: GraphModule) -> GraphModule:
+    """Write element-wise results where an operand was that nothing reads later.
+
+        b = exp(a); c = b + 1             ->      b = exp(a); add.out(b, 1, out=b)
+
+    Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
+    """
+    storages = _Storages(module)
+    for node in list(module.graph.nodes):
+        _written_into(node, "call_function", storages)
     return dead_code(module)
 
 
@@ -61,7 +78,7 @@ class _Storages:
             return False
         own = "donated" in x.meta if x.op == "placeholder" else x.op == "call_function"
         later = (u for u in self.readers[x] if u is not at and u not in besides)
-        return own and at.all_input_nodes.count(x) == 1 and all(self.order[u] < self.order[at] for u in later)
+        return own and all(self.order[u] < self.order[at] for u in later)
 
 
 def _alike(x: Any, y: Any) -> bool:
@@ -86,11 +103,14 @@ def _into(target: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _written_into(node: Node, op: Any, name: str, storages: _Storages) -> None:
-    """The result of `node` written by `op` into the first operand that may be."""
-    operand = next((x for x in node.all_input_nodes if _alike(x, node) and storages.take(node, [x])), None)
-    if operand is None:
+def _written_into(node: Node, kind: str, storages: _Storages) -> None:
+    """The result of an element-wise op written into the first operand of a kind of node that may be."""
+    found = _into(node.target)
+    operands = (x for x in node.all_input_nodes if found and x.op == kind and _alike(x, node))
+    operand = next((x for x in operands if storages.take(node, [x])), None)
+    if found is None or operand is None:
         return
+    op, name = found
     with node.graph.inserting_before(node):
         new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: operand})
     new.meta = node.meta
@@ -117,11 +137,24 @@ def _update(node: Node, storages: _Storages) -> None:
             old.replace_all_uses_with(new)  # type: ignore[arg-type]
 
 
+def _over_logits(node: Node, storages: _Storages) -> None:
+    """The gradient of logits where they are, which may be a view of another value, whole."""
+    logits = arg(node, 2)
+    held = [r for a in node.all_input_nodes for r in storages.roots[a] & storages.roots[logits]]
+    if len(held) != 1 or held[0].target in STARTS or not _alike(logits, node) or size_of(held[0]) != size_of(logits):
+        return
+    if storages.take(node, held):
+        with node.graph.inserting_before(node):
+            emit(_PULL_, node.args, node)
+        node.replace_all_uses_with(logits)
+        storages.readers[held[0]] = storages.readers.pop(node, set())
+
+
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
     """Donate to the called graphs what no caller reads after a call, and write into that."""
     calls: dict[Any, list[Node]] = {}
     for node in module.graph.nodes:
-        if node.op == "call_module":
+        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), Island):
             calls.setdefault(node.target, []).append(node)
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import inputs, outputs, roots
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
@@ -67,9 +68,8 @@ class _Graph:
         self.roots = roots(self.graph)
         self.called: dict[Node, _Graph] = {}
         for node in self.graph.nodes:
-            if node.op == "call_module":
-                child = module.get_submodule(node.target)
-                assert isinstance(child, GraphModule)
+            child = module.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(child, GraphModule) and not isinstance(child, Island):
                 self.called[node] = _Graph(child, str(node.target), [self.kind(a) for a in node.args])
             self.kinds.setdefault(node, self._holds(node))
             if "kind" in node.meta:

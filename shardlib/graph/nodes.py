@@ -90,24 +90,25 @@ def _moved_early(graph: torch.fx.Graph) -> None:
 def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
     """For every node, the nodes whose storage its value lies in: itself, or what it is a view of."""
     found: dict[Node, set[Node]] = {}
+    children: dict[Any, list[set[int]]] = {}
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         if node.target is not operator.getitem or not isinstance(source, Node):
             held = {r for a in aliased(node) for r in found[a]}
         elif source.op == "call_module":
-            held = _returned(graph, source, int(node.args[1]), found)
+            if source.target not in children:
+                children[source.target] = _returned(graph.owning_module.get_submodule(source.target))  # type: ignore[union-attr, arg-type]
+            held = {r for i in children[source.target][int(node.args[1])] for r in found[source.args[i]]}  # type: ignore[index, arg-type]
         else:
             held = found[source] - {source}  # one of several new results, or of several views
         found[node] = held or {node}
     return found
 
 
-def _returned(graph: torch.fx.Graph, call: Node, at: int, found: dict[Node, set[Node]]) -> set[Node]:
-    """The storages of its arguments that a called graph hands back in its result number `at`."""
-    child: Any = graph.owning_module.get_submodule(call.target)  # type: ignore[union-attr, arg-type]
-    inner = roots(child.graph).get(outputs(child.graph)[at], set())
-    given = zip(inputs(child.graph), call.args, strict=True)
-    return {r for n, a in given if n in inner for r in found[a]}  # type: ignore[index]
+def _returned(child: Any) -> list[set[int]]:
+    """For each result of a called graph, the inputs whose storages it hands back."""
+    inner, given = roots(child.graph), inputs(child.graph)
+    return [{i for i, n in enumerate(given) if n in inner.get(end, ())} for end in outputs(child.graph)]
 
 
 def inputs(graph: torch.fx.Graph) -> list[Node]:

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
+from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-BACKENDS = ("graph", "inductor")
+BACKENDS = ("graph", "regional", "inductor")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def runner(module: GraphModule, backend: str) -> Run:
     """The program as a function from the list of its inputs, which it empties, to the list of its outputs."""
     if backend == "graph":
         run = _generated(module)
+    elif backend == "regional":
+        run = _generated(_with_islands_compiled(module, {}))
     elif backend == "inductor":
         run = _inductor(module)
     else:
@@ -150,6 +155,39 @@ def _generated(module: GraphModule) -> Run:
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_Boxed())
     return GraphModule(module, graph).forward  # type: ignore[return-value]
+
+
+def _with_islands_compiled(module: GraphModule, made: dict[str, Any]) -> GraphModule:
+    """A copy of the program in which each distinct island is compiled, once."""
+    out = copied(module)
+    for name, child in list(out.named_children()):
+        if isinstance(child, Island):
+            key = str([(str(n.target), n.args, n.kwargs, n.meta.get("val")) for n in child.graph.nodes])
+            if key not in made:
+                made[key] = _Boxes(_compiled(child))
+            setattr(out, name, made[key])
+        elif isinstance(child, GraphModule):
+            setattr(out, name, _with_islands_compiled(child, made))
+    return out
+
+
+def _compiled(module: GraphModule) -> Run:
+    """A graph of plain ops compiled by Inductor, as a function from the list of its inputs to that of its outputs."""
+    from torch._guards import TracingContext, tracing  # Inductor's own step, after those that torch.compile makes
+    from torch._inductor.compile_fx import compile_fx_inner  # before it, which a graph of plain ops does not need
+    from torch._inductor.decomposition import select_decomp_table  # the ops that Inductor knows
+
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [_empty(n.meta["val"]) for n in inputs(module.graph)]
+    with mode, torch.no_grad():
+        traced = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="fake")(*fakes)
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(traced, [n.meta["val"] for n in inputs(traced.graph)])
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _inductor(module: GraphModule) -> Run:
@@ -185,6 +223,17 @@ def _inductor(module: GraphModule) -> Run:
     return _generated(split)
 
 
+class _Boxes(torch.nn.Module):
+    """A function of a list as a module of several arguments."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *xs: Tensor) -> list[Tensor]:
+        return self.run(list(xs))
+
+
 class _Compiled(torch.nn.Module):
     def __init__(self, run: Any) -> None:
         super().__init__()
@@ -209,7 +258,7 @@ def copied(module: GraphModule) -> GraphModule:
     """A program of its own: nodes and the graphs that are called are copies."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    out = GraphModule(module, graph)
+    out = (Island if isinstance(module, Island) else GraphModule)(module, graph)
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
             setattr(out, name, copied(child))

@@ -5,7 +5,9 @@ A graph is the same on all ranks: groups are names, the rank enters as a value.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Proxy
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -23,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
-from shardlib.graph.nodes import clean
+from shardlib.graph.nodes import clean, inputs
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -145,21 +147,51 @@ def called(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
         key = (f, treedef, metas)
         if key not in calls:
             module, results, structure = typed(lambda *xs: f(*tree.unflatten(treedef, xs)), here.mesh, metas, name)
-            target = name if name not in [t for t, _, _ in calls.values()] else f"{name}_{len(calls)}"
-            mode.tracer.root.add_module(target, module)
-            mode.tracer.graph.owning_module = mode.tracer.root  # type: ignore[assignment]  # where torch looks modules up
-            calls[key] = (target, results, structure)
+            calls[key] = (added(name, module), results, structure)
         target, results, structure = calls[key]
-        return tree.unflatten(structure, _emit(mode, here, target, flat, results))
+        return tree.unflatten(structure, call(target, flat, results))
 
     return run
 
 
-def _emit(mode: Any, here: Region, target: str, args: list[Tensor], results: list[Meta]) -> list[Tensor]:
-    proxies = tuple(mode.tracer.unwrap_proxy(x) for x in args)
-    out = mode.tracer.create_proxy("call_module", target, proxies, {})
+def added(name: str, module: GraphModule) -> str:
+    """The name under which the program that is being traced can call a graph."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    taken = dict(tracer.root.named_children())
+    target = name if name not in taken else f"{name}_{len(taken)}"
+    tracer.root.add_module(target, module)
+    tracer.graph.owning_module = tracer.root  # where torch looks modules up
+    return target
+
+
+_inlining: ContextVar[bool] = ContextVar("inlining", default=False)
+
+
+@contextmanager
+def inlining() -> Iterator[None]:
+    """Inside, called graphs are copied in, so that it can be seen what depends on what."""
+    held = _inlining.set(True)
+    try:
+        yield
+    finally:
+        _inlining.reset(held)
+
+
+def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[Tensor]:
+    """Call a graph of the program that is being traced."""
+    mode, here = get_proxy_mode(), region()
+    assert mode is not None
+    tracer: Any = mode.tracer
+    proxies = tuple(tracer.unwrap_proxy(x) for x in args)
+    if _inlining.get():
+        child = tracer.root.get_submodule(target)
+        copies = {n: p.node for n, p in zip(inputs(child.graph), proxies, strict=True)}
+        nodes = tracer.graph.graph_copy(child.graph, copies)
+        out = [Proxy(n, tracer) for n in nodes]
+    else:
+        out = tracer.create_proxy("call_module", target, proxies, {})
     with paused():
         with disable_proxy_modes_tracing():
             fakes = [m.empty() for m in results]
-        track_tensor_tree(fakes, out, constant=None, tracer=mode.tracer)
+        track_tensor_tree(fakes, out, constant=None, tracer=tracer)
     return [m.label(here, x) for m, x in zip(results, fakes, strict=True)]

@@ -1,0 +1,105 @@
+"""`hoist`: gathers of parameters and last waits leave called graphs, so that they can run beside other calls."""
+
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from shardlib.graph.buckets import PACK
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased, arg, at_rest, dead_code, inputs, outputs
+
+
+def hoist(module: GraphModule) -> GraphModule:
+    """Gather what a called graph gathers of its inputs before the call; wait for what it returns where that is used.
+
+        layer(w, x):                              layer(v, x):
+            v = all_gather(w).wait()                  ...
+            ...                                       return s_
+            return s_.wait()              ->
+                                                  v_ = all_gather(w)
+        s = layer(w, x)                           s_ = layer(v_.wait(), x)
+                                                  s = s_.wait()
+
+    `overlap` then issues a layer's gather while the layer before runs. Bitwise the same.
+    """
+    sites: dict[Any, list[Node]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            sites.setdefault(node.target, []).append(node)
+    for target, calls in sites.items():
+        child: Any = module.get_submodule(target)
+        for wait in [n for n in child.graph.nodes if n.target is WAIT]:
+            chain = _gather(wait)
+            if chain is not None:
+                _before(child.graph, [*chain, wait], calls)
+        for wait in [n for n in child.graph.nodes if n.target is WAIT]:
+            chain = _returned(wait)
+            if chain is not None:
+                _after(child.graph, chain, calls)
+        dead_code(child)
+    return dead_code(module)
+
+
+def _gather(wait: Node) -> list[Node] | None:
+    """The nodes that gather inputs for a wait, in order, if they do nothing else."""
+    start = arg(wait)
+    if STARTS.get(start.target) != "all_gather":
+        return None
+    x = arg(start)
+    chains = [at_rest(o) for o in (arg(x) if x.target is PACK else [x])]
+    if any(c is None for c in chains):
+        return None
+    return [*dict.fromkeys(n for c in chains for n in c or ()), *([x] if x.target is PACK else []), start]
+
+
+def _before(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
+    """Move a chain of nodes that starts at inputs before the calls; its last value is a new input."""
+    given = inputs(graph)
+    for call in calls:
+        copies: dict[Node, Node] = dict(zip(given, call.args, strict=True))  # type: ignore[arg-type]
+        with call.graph.inserting_before(call):
+            for n in chain:
+                copies[n] = call.graph.node_copy(n, copies.__getitem__)
+                copies[n].meta |= {k: v for k, v in call.meta.items() if k in ("forward", "backward", "remat")}
+        call.args = (*call.args, copies[chain[-1]])
+    last = given[-1]
+    with graph.inserting_after(last):
+        new = graph.placeholder(f"whole{len(given)}")
+    new.meta = dict(chain[-1].meta)
+    chain[-1].replace_all_uses_with(new)
+
+
+def _returned(wait: Node) -> list[Node] | None:
+    """A wait and what only arranges its result, in order, if nothing else in the graph reads any of it."""
+    found = [wait]
+    for n in found:
+        found += [u for u in n.users if u not in found and u.all_input_nodes == [n] and _arranges(u)]
+    mine = arg(wait).op == "call_function" and len(arg(wait).users) == 1
+    return found if mine and all(u in found or u.op == "output" for n in found for u in n.users) else None
+
+
+def _arranges(node: Node) -> bool:
+    return node.target in ARRANGE or (node.op == "call_function" and node.target is not getitem and bool(aliased(node)))
+
+
+def _after(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
+    """Return from a graph what a chain starts with a wait for, and make the chain after the calls."""
+    start, ends = arg(chain[0]), outputs(graph)
+    graph.output_node().args = ([*(None if e in chain else e for e in ends), start],)
+    for call in calls:
+        read = {u.args[1]: u for u in call.users if u.target is getitem}
+        copies: dict[Node, Node] = {}
+        with call.graph.inserting_after(call):
+            copies[start] = call.graph.call_function(getitem, (call, len(ends)))
+        copies[start].meta = dict(start.meta)
+        at = copies[start]
+        for n in chain:
+            with call.graph.inserting_after(at):
+                at = copies[n] = call.graph.node_copy(n, copies.__getitem__)
+            at.meta |= {k: v for k, v in call.meta.items() if k in ("forward", "backward", "remat")}
+        for i, end in enumerate(ends):
+            if end in chain and i in read:
+                read[i].replace_all_uses_with(copies[end])
+    for n in reversed(chain):
+        graph.erase_node(n)
