@@ -6,11 +6,10 @@ then the graphs, as `graph.stored` writes them. Loading one runs no code that it
 
 import hashlib
 import json
-import os
 import platform
 import re
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -186,10 +185,9 @@ def _write(path: Path, text: str) -> None:
     """Beside the file, then renamed: nobody reads half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(beside, path)
+        beside = path.with_name(f".writing-{secrets.token_hex(8)}")
+        beside.write_text(text)
+        beside.replace(path)
     except OSError as e:
         _say(f"the program of {path.name} is not kept: {e}")
 
