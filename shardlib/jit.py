@@ -53,7 +53,10 @@ class Lowered:
     @property
     def program(self) -> dict[str, GraphModule]:
         """The graphs by name; `step` calls the others."""
-        return dict(graphs(self.module))
+        found = dict(graphs(self.module))
+        for module in found.values():
+            module.recompile()  # passes change graphs, not yet their code
+        return found
 
     def collectives(self) -> list[Collective]:
         """Every collective with its name, op, axis and the bytes each rank sends."""

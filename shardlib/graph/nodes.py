@@ -140,7 +140,6 @@ def dead_code(module: GraphModule) -> GraphModule:
     for node in reversed(list(graph.nodes)):
         if node not in needed:
             graph.erase_node(node)
-    module.recompile()
     return module
 
 
