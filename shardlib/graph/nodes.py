@@ -149,7 +149,8 @@ def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
     values: dict[Node, Node] = {}
     results = made.graph.graph_copy(module.graph, values)
     made.graph.output([results[i] for i in outputs])  # type: ignore[index]
-    return dead_code(made)
+    dead_code(made).recompile()
+    return made
 
 
 def used_placeholders(module: GraphModule) -> list[bool]:

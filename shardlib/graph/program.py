@@ -117,6 +117,8 @@ class _Boxed(CodeGen):
 
 def runner(module: GraphModule, backend: str) -> Run:
     """The program as a function from the list of its inputs, which it empties, to the list of its outputs."""
+    for _, each in graphs(module):
+        each.recompile()  # passes change graphs, not yet their code
     if backend == "graph":
         run = _generated(module)
     elif backend == "regional":

@@ -98,7 +98,8 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
                 f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
                 f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
             ) from e
-        return clean(module)
+        clean(module).recompile()
+        return module
 
 
 def typed(
