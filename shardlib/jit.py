@@ -17,6 +17,7 @@ from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
+from shardlib.graph.timeline import Hardware, Timeline, timeline
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
 from shardlib.mesh import Mesh, current_mesh
@@ -61,6 +62,13 @@ class Lowered:
     def memory(self) -> Point:
         """The moment when most is alive on a rank: bytes of parameters, gradients, optimizer state and the rest."""
         return max(alive(self.module), key=lambda point: point.total)
+
+    def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
+        """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.
+
+        `hardware`: `"h100"`, `"a100"` and others of `HARDWARE` there, or `sl.Hardware(...)`.
+        """
+        return timeline(self.module, hardware)
 
     def as_text(self) -> str:
         """The graphs as Python source."""

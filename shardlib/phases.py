@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.fx import Proxy
+from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
 
 from shardlib import tree
@@ -31,6 +31,11 @@ def phase(name: str) -> Iterator[None]:
         if node is last:
             break
         node.meta.setdefault(name, number)
+
+
+def part_of(node: Node) -> str:
+    """`forward`, `backward` or `remat` where a node belongs to a derivative."""
+    return next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
 
 
 def noted(kind: str, values: Any) -> Any:

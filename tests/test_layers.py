@@ -29,9 +29,10 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.nodes", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.trace", "graph.memory"],
     ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.in_place", "graph.gloo", "passes"],
     ["graph.program"],
+    ["graph.timeline"],
     ["jit"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
@@ -65,6 +66,7 @@ PRIVATE = {
     "shard_map": "fake tensors",
     "state": "fake tensors",
     "checkpoint": "fake tensors",
+    "graph.lines": "autograd's numbers of operations",
     "graph.trace": "fake tensors, make_fx",
     "graph.program": "Inductor",
     "graph.in_place": "which ops have kernels",

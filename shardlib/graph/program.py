@@ -15,6 +15,7 @@ from torch.fx.passes.split_module import split_module
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
+from shardlib.phases import part_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "inductor")
@@ -44,14 +45,19 @@ class Collective:
         return math.prod(self.shape) == 1
 
 
-def collectives(
+def collectives(module: GraphModule) -> list[Collective]:
+    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    return list(sends(module).values())
+
+
+def sends(
     module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
-) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called.
+) -> dict[Node, Collective]:
+    """The collectives of a program and of the graphs that it calls, by the nodes that start them.
 
     `paths`: of the graph's inputs, where they are not known by themselves.
     """
-    out: list[Collective] = []
+    out: dict[Node, Collective] = {}
     known = {n: n.meta["path"] for n in module.graph.nodes if "path" in n.meta} | dict(paths or {})
     called = Counter(n.target for n in module.graph.nodes if n.op == "call_module")
     done: set[Any] = set()
@@ -61,9 +67,9 @@ def collectives(
             child: Any = module.get_submodule(node.target)
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
-            out += collectives(child, node.target, times * called[node.target], below)
+            out |= sends(child, node.target, times * called[node.target], below)
         if node.target in STARTS:
-            out.append(_collective(node, graph, times, known))
+            out[node] = _collective(node, graph, times, known)
     return out
 
 
@@ -82,8 +88,7 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
     said = _origin(arg(node), paths) or node.name
-    part = next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
-    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part)
+    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
