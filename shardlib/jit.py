@@ -74,12 +74,15 @@ class Lowered:
         """The graphs as Python source."""
         return "\n\n".join(f"# {name}\n{module.code.strip()}" for name, module in self.program.items())
 
+    def running(self) -> GraphModule:
+        """The graphs as they run here: processes that talk gloo change some collectives."""
+        gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
+        return applied([for_gloo], copied(self.module)) if gloo else self.module
+
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
-            gloo = self.mesh.total > 1 and self.mesh.device.type == "cpu"
-            module = applied([for_gloo], copied(self.module)) if gloo else self.module
-            self._run = runner(module, self.backend)
+            self._run = runner(self.running(), self.backend)
         return self
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
@@ -90,6 +93,10 @@ class Lowered:
             run = self.compile()._run
             assert run is not None
             outputs = [run(inputs[0])]
+        return self.returned(outputs)
+
+    def returned(self, outputs: list[Any]) -> Any:
+        """What the function returns, from the outputs of every rank that this process plays."""
         array = once(lambda position, spec, shape: Array([o[position] for o in outputs], spec, shape, self.mesh))
 
         def value(r: _Result) -> Any:
@@ -140,6 +147,11 @@ class Jitted:
     def __call__(self, *args: Any) -> Any:
         if tracing():  # inside another jitted function
             return self.f(*args)
+        program, inputs = self.given(*args)
+        return program(inputs)
+
+    def given(self, *args: Any) -> tuple[Lowered, list[list[Tensor]]]:
+        """The program for these arguments, and its inputs on every rank that this process plays. Takes donated ones."""
         refuse_autocast()
         flat, treedef, static = self._flat(args)
         gone = self._donated(args)
@@ -148,9 +160,7 @@ class Jitted:
         tensors = _distinct(flat)
         shards = [x.donate() if id(x) in gone and isinstance(x, Array) else _shards(x) for x in tensors]
         ranks = range(mesh.total) if mesh.simulate else range(1)
-        inputs = [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
-        del shards, tensors, flat
-        return program(inputs)
+        return program, [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
 
     def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
         static = tuple(args[i] for i in self.static)

@@ -33,7 +33,7 @@ LAYERS = [
     ["graph.dedupe", "graph.regather", "graph.buckets", "graph.overlap", "graph.in_place", "graph.gloo", "passes"],
     ["graph.program"],
     ["graph.timeline"],
-    ["jit"],
+    ["jit", "profile"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
     ["step"],
