@@ -17,6 +17,7 @@ testing           testing.check check_loss check_optimizer meshes ranks collecti
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
 
+from shardlib import debug as debug
 from shardlib import optim as optim
 from shardlib import passes as passes
 from shardlib import random as random

@@ -24,7 +24,7 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused"],
+    ["mean", "norms", "ops", "dropout", "fused", "debug"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
@@ -66,6 +66,7 @@ PRIVATE = {
     "shard_map": "fake tensors",
     "state": "fake tensors",
     "checkpoint": "fake tensors",
+    "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
     "graph.trace": "fake tensors, make_fx",
     "graph.program": "Inductor",
