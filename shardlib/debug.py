@@ -50,7 +50,7 @@ def print(fmt: str, *values: Any) -> None:
     else:
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
     for rank in ranks:
-        _write(rank, [x.local(rank) if isinstance(x, Array) else x for x in tensors], texts, specs)
+        _write(rank, [x.local(rank) if isinstance(x, Array) else _bare(x) for x in tensors], texts, specs)
 
 
 def _parsed(fmt: str, values: Sequence[Any]) -> tuple[list[str], list[str], list[Tensor]]:

@@ -14,7 +14,7 @@ from shardlib import tree
 from shardlib.array import Array
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.memory import Point, alive
+from shardlib.graph.memory import Point, alive, explained
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
 from shardlib.graph.timeline import Hardware, Timeline, timeline
@@ -87,12 +87,13 @@ class Lowered:
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
         """Run on the inputs of every rank that this process plays."""
-        if self.mesh.simulate and self.mesh.total > 1:
-            outputs = run_lockstep(self.mesh, self.module, inputs, self._equal())
-        else:
-            run = self.compile()._run
-            assert run is not None
-            outputs = [run(inputs[0])]
+        with explained(self.module):
+            if self.mesh.simulate and self.mesh.total > 1:
+                outputs = run_lockstep(self.mesh, self.module, inputs, self._equal())
+            else:
+                run = self.compile()._run
+                assert run is not None
+                outputs = [run(inputs[0])]
         return self.returned(outputs)
 
     def returned(self, outputs: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
+from shardlib.graph.finite import check_finite as check_finite
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.regather import regather as regather

@@ -1,10 +1,11 @@
 """Notes on the nodes of a traced graph: which part of a step made them, and what they hold."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
 
@@ -46,3 +47,23 @@ def noted(kind: str, values: Any) -> Any:
             if isinstance(proxy, Proxy):
                 proxy.node.meta["kind"] = kind
     return values
+
+
+def gradients(values: Iterable[Tensor], paths: Iterable[str]) -> None:
+    """While a program is traced, the nodes of `values`, gradients of the leaves at `paths`, know whose they are, and
+    the nodes of which they are but copies: `meta["gradient"]`."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for proxy, path in zip(map(mode.tracer.unwrap_proxy, values), paths, strict=True):
+        node = proxy.node if isinstance(proxy, Proxy) else None
+        while node is not None and "gradient" not in node.meta:
+            node.meta["gradient"] = path
+            sources = node.all_input_nodes
+            same = len(sources) == 1 and len(sources[0].users) == 1 and _numel(sources[0]) == _numel(node)
+            node = sources[0] if same else None
+
+
+def _numel(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else None

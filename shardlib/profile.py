@@ -15,9 +15,9 @@ from torch.fx.node import map_arg
 from shardlib import tree, wire
 from shardlib.errors import SpecError
 from shardlib.graph.lines import line_of
-from shardlib.graph.nodes import STARTS, WAIT, arg, inputs, outputs
+from shardlib.graph.nodes import STARTS, WAIT, arg, inputs, op_name, outputs
 from shardlib.graph.program import Collective, sends
-from shardlib.graph.timeline import Span, op_of, save_spans, told
+from shardlib.graph.timeline import Span, save_spans, told
 from shardlib.jit import Jitted
 from shardlib.mesh import Mesh
 from shardlib.processes import Processes
@@ -256,7 +256,7 @@ class _Step:
         out = []
         for node, graph, rank, begin, end in self.marks:
             c = self.collective(node)
-            name = f"wait for {c.op}" if c and node.target is WAIT else op_of(node)
+            name = f"wait for {c.op}" if c and node.target is WAIT else op_name(node)
             start, stop = (self.began - began + self.since(m) for m in (begin, end))
             out.append(Span(name, start, stop, node in self.sent, rank, told(node, graph, c)))
         return out

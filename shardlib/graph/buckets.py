@@ -118,6 +118,7 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
         results = _gathered(wait, b.starts, n) if gather else _pieces(wait, waits)
         for (old, new), family in zip(results, families, strict=True):
             old.replace_all_uses_with(new)
+            new.meta |= {k: old.meta[k] for k in ("kind", "gradient") if k in old.meta}
             for node in family if not b.early else ():
                 if order.get(node, sys.maxsize) < order[last]:  # what other buckets made stands later
                     after.prepend(node)

@@ -184,6 +184,14 @@ ARRANGE: set[Any] = {
 }
 
 
+def op_name(node: Node) -> str:
+    """What a node calls: `mm`, `all_gather`."""
+    said_by = schema(node)
+    if said_by is None:
+        return str(getattr(node.target, "__name__", node.target))
+    return STARTS.get(node.target) or ("wait" if node.target is WAIT else said_by.name.partition("::")[2])
+
+
 def wait_of(start: Node) -> Node:
     """The node that waits for a collective."""
     (wait,) = start.users

@@ -23,7 +23,8 @@ BACKENDS = ("graph", "inductor")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program: the inputs that it moves (or its node), the op over an axis, the operand.
+    """One collective of a program: the inputs that it moves, or the leaf whose gradient (or its node), the op over an
+    axis, the operand.
 
     `bytes`: what each rank sends for it, by the usual ring algorithms. `part`: `forward`, `backward` or `remat` where
     it belongs to a derivative. `times`: how often a step makes it, `graph` being called so often.
@@ -94,6 +95,8 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
     """The inputs that a value comes from, seen through views, casts, padding and packing."""
     while isinstance(x, Node) and x not in paths:
+        if "gradient" in x.meta:
+            return f"the gradient of {x.meta['gradient']}"
         if x.target is PACK:
             found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
             return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

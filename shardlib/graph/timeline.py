@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlib.errors import SpecError, listing, nearest
 from shardlib.graph.lines import line_of, said_at
-from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, roots
+from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, op_name, roots
 from shardlib.graph.program import Collective, sends
 from shardlib.phases import part_of
 
@@ -167,14 +167,6 @@ def told(node: Node, graph: str, sent: Collective | None = None) -> dict[str, An
     return out
 
 
-def op_of(node: Node) -> str:
-    """The name of a node's op: `mm`, or of what else it calls."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return str(getattr(node.target, "__name__", node.target))
-    return STARTS.get(node.target) or schema.name.partition("::")[2]
-
-
 # ---- the model
 
 
@@ -252,7 +244,7 @@ class _Clock:
 
     def work(self, node: Node, graph: str, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(Span(op_of(node), self.compute, self.compute + seconds, told=told(node, graph)))
+            self.spans.append(Span(op_name(node), self.compute, self.compute + seconds, told=told(node, graph)))
             self.compute += seconds
 
 
