@@ -17,6 +17,7 @@ from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive, explained
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, runner
+from shardlib.graph.text import listing_of
 from shardlib.graph.timeline import Hardware, Timeline, timeline
 from shardlib.graph.trace import meta, strides, trace
 from shardlib.insert import refuse_autocast
@@ -71,8 +72,8 @@ class Lowered:
         return timeline(self.module, hardware)
 
     def as_text(self) -> str:
-        """The graphs as Python source."""
-        return "\n\n".join(f"# {name}\n{module.code.strip()}" for name, module in self.program.items())
+        """The graphs as a listing to read, a line for each node."""
+        return listing_of(self.module)
 
     def running(self) -> GraphModule:
         """The graphs as they run here: processes that talk gloo change some collectives."""

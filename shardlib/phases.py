@@ -50,8 +50,8 @@ def noted(kind: str, values: Any) -> Any:
 
 
 def gradients(values: Iterable[Tensor], paths: Iterable[str]) -> None:
-    """While a program is traced, the nodes of `values`, gradients of the leaves at `paths`, know whose they are, and
-    the nodes of which they are but copies: `meta["gradient"]`."""
+    """While a program is traced, the nodes of `values`, gradients of the leaves at `paths`, know whose they are:
+    `meta["gradient"]`; so do the nodes before them of which they are but copies, sums over ranks or pieces of those."""
     mode = get_proxy_mode()
     if mode is None:
         return
@@ -60,8 +60,9 @@ def gradients(values: Iterable[Tensor], paths: Iterable[str]) -> None:
         while node is not None and "gradient" not in node.meta:
             node.meta["gradient"] = path
             sources = node.all_input_nodes
-            same = len(sources) == 1 and len(sources[0].users) == 1 and _numel(sources[0]) == _numel(node)
-            node = sources[0] if same else None
+            one = len(sources) == 1 and len(sources[0].users) == 1
+            summed = getattr(node.target, "namespace", "") == "_c10d_functional"
+            node = sources[0] if one and (summed or _numel(sources[0]) == _numel(node)) else None
 
 
 def _numel(node: Node) -> int | None:

@@ -41,7 +41,7 @@ LAYERS = [
         "passes",
     ],
     ["graph.program"],
-    ["graph.timeline"],
+    ["graph.timeline", "graph.text"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people

@@ -142,10 +142,10 @@ def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, No
     out = emit(UNPACK, (wait, n, shapes, orders), wait)
     found = []
     for i, (start, chain) in enumerate(zip(starts, chains, strict=True)):
-        item = emit(getitem, (out, i), wait)
+        item = emit(getitem, (out, i), start)
         if chain is None:
             old = wait_of(start)
-            found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), wait)))
+            found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), start)))
         else:
             found.append((chain[0], item))
     return found
