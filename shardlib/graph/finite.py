@@ -243,7 +243,7 @@ def _raise(firsts: Tensor, slots: Sequence[int], texts: Sequence[int], told: Seq
     where = wire.named(ranks) + f" ({' '.join(at)})" * bool(at)
     raise ShardError(
         f"first value that is not finite, on {where}: {'an infinity' if infinite else 'a NaN'} {said(place)}"
-        + f"\n  of an infinity {said(of - 1)}" * bool(of)
+        + (f"\n  of an infinity {said(of - 1)}" if of else "")
     )
 
 
