@@ -149,9 +149,9 @@ def test_how_values_are_shown():
 
 
 def test_errors():
-    with pytest.raises(sl.SpecError, match="'{} {}' wants value 1, there are 1"):
+    with pytest.raises(sl.SpecError, match=r"'\{\} \{\}' wants value 1, there are 1"):
         sl.debug.print("{} {}", 1)
-    with pytest.raises(sl.SpecError, match="'{}' has 1 places for 2 values"):
+    with pytest.raises(sl.SpecError, match=r"'\{\}' has 1 places for 2 values"):
         sl.debug.print("{}", 1, 2)
-    with pytest.raises(sl.SpecError, match="`{x}` in '{x}': values are taken in order"):
+    with pytest.raises(sl.SpecError, match=r"`\{x\}` in '\{x\}': values are taken in order"):
         sl.debug.print("{x}", 1)
