@@ -97,12 +97,12 @@ def _print(rank: Tensor, xs: Sequence[Tensor], texts: Sequence[str], specs: Sequ
 
 
 def _write(rank: int, xs: Sequence[Tensor], texts: Sequence[str], specs: Sequence[str]) -> None:
-    said = texts[0] + "".join(shown(x, s) + text for x, s, text in zip(xs, specs, texts[1:], strict=True))
+    said = texts[0] + "".join(_shown(x, s) + text for x, s, text in zip(xs, specs, texts[1:], strict=True))
     sys.stdout.write(f"rank {rank}: {said}\n")  # at once, so that lines of several processes stay whole
     sys.stdout.flush()
 
 
-def shown(x: Tensor, spec: str = "") -> str:
+def _shown(x: Tensor, spec: str = "") -> str:
     """A tensor's values in a line; `spec`: how numbers are formatted."""
     spec = spec or (".6g" if x.is_floating_point() or x.is_complex() else "")
     if not x.dim():

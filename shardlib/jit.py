@@ -347,7 +347,7 @@ def jit(
     call equal is compared. Attributes of `f` (`init`) stay; a line on stderr says what led to another trace.
 
     `.lower(*args)` gives the program without running it (`Lowered`): `.collectives()` lists what it sends, `.memory()`
-    what it keeps, `.as_text()` its source; `.traces` holds the programs made so far.
+    what it keeps, `.timeline()` when, `.as_text()` a listing; `.traces` holds the programs made so far.
 
     `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
     `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.debug import shown
 from tests.ranks import on_ranks
 
 F64 = torch.float64
@@ -134,18 +133,25 @@ def test_passes_keep_prints_in_order(capsys):
     assert [[line[8] for line in lines_of(said, rank)] for rank in range(2)] == [["c", "a", "b"]] * 2
 
 
-def test_how_values_are_shown():
-    assert (
-        shown(torch.tensor(0.25)) == "0.25"
-        and shown(torch.tensor(3)) == "3"
-        and shown(torch.tensor(2.0), ".3f") == "2.000"
-    )
-    assert shown(torch.tensor([True, False])) == "bool[2] [True, False]"
-    assert shown(torch.arange(20.0).bfloat16()) == "bf16[20] mean 9.5 std 5.91608 min 0 max 19"
-    odd = torch.arange(20.0)
-    odd[[0, 1]], odd[2] = torch.nan, -torch.inf
-    assert shown(odd, ".1f") == "f32[20] mean 11.0 std 5.0 min 3.0 max 19.0 2 NaN 1 inf"
-    assert shown(torch.full((5, 5), torch.nan)) == "f32[5, 5] 25 NaN" and shown(torch.ones(0, 3)) == "f32[0, 3] []"
+ODD = torch.arange(20.0)
+ODD[:3] = torch.tensor([torch.nan, torch.nan, -torch.inf])
+SHOWN = [
+    ("{}", torch.tensor(0.25), "0.25"),
+    ("{}", torch.tensor(3), "3"),
+    ("{:.3f}", torch.tensor(2.0), "2.000"),
+    ("{}", torch.tensor([True, False]), "bool[2] [True, False]"),
+    ("{}", torch.arange(20.0).bfloat16(), "bf16[20] mean 9.5 std 5.91608 min 0 max 19"),
+    ("{:.1f}", ODD, "f32[20] mean 11.0 std 5.0 min 3.0 max 19.0 2 NaN 1 inf"),
+    ("{}", torch.full((5, 5), torch.nan), "f32[5, 5] 25 NaN"),
+    ("{}", torch.ones(0, 3), "f32[0, 3] []"),
+    ("{{}} {1} {0}", torch.ones(1), "{} b f32[1] [1]"),
+]
+
+
+@pytest.mark.parametrize("fmt, x, want", SHOWN)
+def test_how_values_are_shown(fmt: str, x: Tensor, want: str, capsys):
+    sl.debug.print(fmt, x, *["b"] * ("{1}" in fmt))
+    assert capsys.readouterr().out == f"rank 0: {want}\n"
 
 
 def test_errors():
