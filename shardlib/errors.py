@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -77,7 +76,6 @@ def _placed(e: Exception) -> bool:
     return any(n.startswith("  at ") for n in getattr(e, "__notes__", ()))
 
 
-@cache
 def is_users(file: str) -> bool:
     """Whether a file of code is the user's: neither shardlib's nor that of a library below it."""
     return not any(part in file for part in _NOT_USERS)

@@ -3,7 +3,7 @@
 import linecache
 import re
 import sys
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shardlib.errors import is_users
 
 _PLACE = re.compile(r'File "(.+?)", line (\d+)')
 _ENGINE = ("_engine_run_backward", torch.autograd.graph.__file__)
+_LIBRARY, _USERS, _AUTOGRAD = range(3)  # whose code a frame runs
 
 
 def note_lines(tracer: Any, start: FrameType) -> None:
@@ -24,12 +25,13 @@ def note_lines(tracer: Any, start: FrameType) -> None:
     """
     create = tracer.create_node
     made: dict[int, str] = {}
+    whose: dict[CodeType, int] = {}
     counted = _get_sequence_nr()
 
     def create_node(*args: Any, **kwargs: Any) -> Node:
         nonlocal counted
         node = create(*args, **kwargs)
-        said = _users_calls(sys._getframe(1), start)
+        said = _users_calls(sys._getframe(1), start, whose)
         if said is None:
             said = made.get(torch._C._current_autograd_node()._sequence_nr(), "")
         now = _get_sequence_nr()
@@ -42,14 +44,21 @@ def note_lines(tracer: Any, start: FrameType) -> None:
     tracer.create_node = create_node
 
 
-def _users_calls(frame: FrameType | None, start: FrameType) -> str | None:
-    """The user's calls between two frames; None where autograd's engine runs further in than all of them."""
+def _users_calls(frame: FrameType | None, start: FrameType, whose: dict[CodeType, int]) -> str | None:
+    """The user's calls between two frames; None where autograd's engine runs further in than all of them.
+
+    There are a hundred frames for every node: `whose` keeps what is known of their code.
+    """
     said: list[str] = []
     while frame is not None and frame is not start:
         code = frame.f_code
-        if not said and (code.co_name, code.co_filename) == _ENGINE:
+        kind = whose.get(code)
+        if kind is None:
+            engine = (code.co_name, code.co_filename) == _ENGINE
+            kind = whose[code] = _AUTOGRAD if engine else _USERS if is_users(code.co_filename) else _LIBRARY
+        if kind == _AUTOGRAD and not said:
             return None
-        if is_users(code.co_filename):
+        if kind == _USERS:
             said.append(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
         frame = frame.f_back
     return "\n".join(reversed(said))
