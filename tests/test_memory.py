@@ -96,7 +96,7 @@ def hungry(mesh: sl.Mesh, accumulate: int, size: int, room: int | None) -> str:
         train.lower(state, batch).compile()
         if room is not None:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + room,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
         try:
             train(state, batch)
         except Exception as e:

@@ -52,7 +52,7 @@ def test_the_steps_are_those_of_the_function(donate: Any, axes: Any, tmp_path: P
         assert metrics["loss"] == found.result[1]["loss"]
     assert [s.rank for s in found.ranks] == list(range(mesh.total))
     assert all(s.compute > 0 and s.other > 0 and (s.exposed > 0) == (mesh.total > 1) for s in found.ranks)
-    assert found.file == tmp_path / "traces" / "ranks.json"
+    assert found.file is not None and found.file == tmp_path / "traces" / "ranks.json"
     spans = [e for e in json.loads(found.file.read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in spans} == set(range(mesh.total))
     products = [e for e in spans if e["name"] == "mm"]

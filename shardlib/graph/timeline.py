@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
-def hardware_of(said: "str | Hardware") -> Hardware:
+def hardware_of(said: str | Hardware) -> Hardware:
     """The machine of a name, or the one given. Raises `SpecError` for a name that is not known."""
     if isinstance(said, Hardware):
         return said
@@ -185,12 +186,11 @@ def flops(node: Node) -> int:
 def moved(node: Node, held: Mapping[Node, set[Node]]) -> int:
     """The bytes that a node reads and writes; none where its value is another view. `held`: `roots` of the graph."""
     written = aliased(node, written=True)
-    if node.op != "call_function" or (held[node] != {node} and not written):
+    if node.op != "call_function" or node.target is getitem or (held[node] != {node} and not written):
         return 0
-    value = node.meta.get("val")
-    results = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Tensor)]
-    results = [] if written else results
-    return sum(map(_bytes, [n.meta.get("val") for n in [*node.all_input_nodes, *written]])) + sum(map(_bytes, results))
+    made = [] if written else node.meta.get("val")
+    made = made if isinstance(made, (list, tuple)) else [made]
+    return sum(map(_bytes, [*(n.meta.get("val") for n in [*node.all_input_nodes, *written]), *made]))
 
 
 def _bytes(x: Any) -> int:
