@@ -52,7 +52,7 @@ def pointed() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        lines = [f for f in traceback.extract_tb(e.__traceback__) if _users(f.filename)]
+        lines = [f for f in traceback.extract_tb(e.__traceback__) if is_users(f.filename)]
         if lines and not _placed(e):
             said = dict.fromkeys(f"{f.filename}:{f.lineno}, in {f.name}: {f.line}" for f in reversed(lines))
             e.add_note("  at " + "\n  called from ".join([*said][:2]))
@@ -66,7 +66,7 @@ def defined(f: Callable[..., Any]) -> Iterator[None]:
         yield
     except ShardError as e:
         code = getattr(f, "__code__", None)
-        if inspect.iscode(code) and _users(code.co_filename) and not _placed(e):
+        if inspect.iscode(code) and is_users(code.co_filename) and not _placed(e):
             file, line = code.co_filename, code.co_firstlineno
             e.add_note(f"  at {file}:{line}, the definition of {f.__name__}: {linecache.getline(file, line).strip()}")
         raise
@@ -76,14 +76,15 @@ def _placed(e: Exception) -> bool:
     return any(n.startswith("  at ") for n in getattr(e, "__notes__", ()))
 
 
-def _users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's: neither shardlib's nor that of a library below it."""
     return not any(part in file for part in _NOT_USERS)
 
 
 def users_frame() -> FrameType | None:
     """The innermost call of a function of the user's, if there is one."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -107,6 +108,14 @@ def sizes(bound: Mapping[str, int]) -> str:
 def dimensions(n: int) -> str:
     """`1 dimension`, `2 dimensions`."""
     return f"{n} dimension{'s' * (n != 1)}"
+
+
+def amount(n: int) -> str:
+    """Bytes in words: `1.5 MB`; powers of 1000."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
 
 
 def listing(items: Iterable[object]) -> str:

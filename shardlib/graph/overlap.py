@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, arg, at_rest, positions, written
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, arg, at_rest, positions, written
 
 aten = torch.ops.aten
 _THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
@@ -103,9 +103,11 @@ def _by_arrival(graph: Graph, pinned: set[Node]) -> None:
         return
     order = positions(graph)
     arrives: dict[Node, int] = {}
+    acted = -1  # what acts (prints) keeps its order
     for n in nodes:
-        own = order[n] if n.target in STARTS and "backward" in n.meta else -1
+        own = order[n] if n.target in STARTS and "backward" in n.meta else acted if acts(n) else -1
         arrives[n] = max([own, *(arrives[i] for i in n.all_input_nodes)])
+        acted = arrives[n] if acts(n) else acted
     output = nodes[-1]
     for n in sorted(tail, key=lambda n: arrives[n]):
         output.prepend(n)

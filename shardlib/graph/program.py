@@ -18,6 +18,7 @@ from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
+from shardlib.phases import part_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "regional", "inductor")
@@ -25,7 +26,8 @@ BACKENDS = ("graph", "regional", "inductor")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program: the inputs that it moves (or its node), the op over an axis, the operand.
+    """One collective of a program: the inputs that it moves, or the leaf whose gradient (or its node), the op over an
+    axis, the operand.
 
     `bytes`: what each rank sends for it, by the usual ring algorithms. `part`: `forward`, `backward` or `remat` where
     it belongs to a derivative. `times`: how often a step makes it, `graph` being called so often.
@@ -47,14 +49,19 @@ class Collective:
         return math.prod(self.shape) == 1
 
 
-def collectives(
+def collectives(module: GraphModule) -> list[Collective]:
+    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    return list(sends(module).values())
+
+
+def sends(
     module: GraphModule, graph: str = "step", times: int = 1, paths: Mapping[Node, str] | None = None
-) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called.
+) -> dict[Node, Collective]:
+    """The collectives of a program and of the graphs that it calls, by the nodes that start them.
 
     `paths`: of the graph's inputs, where they are not known by themselves.
     """
-    out: list[Collective] = []
+    out: dict[Node, Collective] = {}
     known = {n: n.meta["path"] for n in module.graph.nodes if "path" in n.meta} | dict(paths or {})
     called = Counter(n.target for n in module.graph.nodes if n.op == "call_module")
     done: set[Any] = set()
@@ -64,9 +71,9 @@ def collectives(
             child: Any = module.get_submodule(node.target)
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
-            out += collectives(child, node.target, times * called[node.target], below)
+            out |= sends(child, node.target, times * called[node.target], below)
         if node.target in STARTS:
-            out.append(_collective(node, graph, times, known))
+            out[node] = _collective(node, graph, times, known)
     return out
 
 
@@ -85,13 +92,14 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
     said = _origin(arg(node), paths) or node.name
-    part = next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
-    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part)
+    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
     """The inputs that a value comes from, seen through views, casts, padding and packing."""
     while isinstance(x, Node) and x not in paths:
+        if "gradient" in x.meta:
+            return f"the gradient of {x.meta['gradient']}"
         if x.target is PACK:
             found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
             return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
