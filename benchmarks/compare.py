@@ -5,7 +5,8 @@
 Every peer is set up once, stays alive and takes its turn, a few steps each round (A B C A B C ...); its time in a round
 is divided by that of `single` in the same round: one process per core, the local batch, no communication. Medians of
 these ratios, with the least and the largest. CPU time is that of both processes; it does not see waiting, and is the
-steadier of the two on a shared machine. `--link`: on two hosts (network namespaces) joined by a link of that rate.
+steadier of the two on a shared machine. `--link`: on two hosts (network namespaces) joined by a link of that rate; then
+`bound` is what benchmarks/bound.py computes for the layout.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bound import bounds, measured
 from benchmarks.link import Host, two_hosts
 from benchmarks.models import SIZES
 from benchmarks.peers import PEERS, RANKS, installed, made
@@ -162,18 +164,26 @@ def main() -> None:
         parser.error(f"unknown peers {unknown}; there are {list(PEERS)}")
     names = list(dict.fromkeys([BASE, *names]))
     args.logs.mkdir(parents=True, exist_ok=True)
+    lower = bounds(*measured(SIZES[args.size]), args.link) if args.link else {}
     found = measure(names, args.size, args.rounds, args.steps, args.link, args.logs)
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
         + (f"link {args.link}" if args.link else "loopback")
     )
-    print(f"{'':<20}{'':<17}{'wall / single':>22}{'CPU / single':>22}{'s/step':>8}{'first s':>9}{'loss':>9}")
+    print(
+        f"{'':<26}{'':<17}{'wall / single':>22}{'CPU / single':>22}{'s/step':>8}{'first s':>9}{'loss':>9}{'bound':>7}"
+    )
     for name in names:
         f = found[name]
         times = f"{statistics.median(f['seconds']):>8.2f}{f['first']:>9.1f}{f['loss']:>9.4f}"
-        print(f"{name:<20}{PEERS[name][2]:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}")
+        bound = f"{lower[PEERS[name][2]]:7.2f}" if PEERS[name][2] in lower else ""
+        print(f"{name:<26}{PEERS[name][2]:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
     if args.json:
-        print(json.dumps(dict(size=args.size, link=args.link, rounds=args.rounds, steps=args.steps, peers=found)))
+        print(
+            json.dumps(
+                dict(size=args.size, link=args.link, rounds=args.rounds, steps=args.steps, bounds=lower, peers=found)
+            )
+        )
     return None
 
 

@@ -16,7 +16,7 @@ HEAD = """# Every public name
 Signatures, and the first line of each docstring: `help(sl.step)` has the rest, with shapes, units and errors.
 `python docs/make_api.py` writes this page.
 """
-MODULES = {"optim": sl.optim, "random": sl.random, "testing": sl.testing}
+MODULES = {"optim": sl.optim, "random": sl.random, "debug": sl.debug, "testing": sl.testing}
 
 
 def signature(name: str, x: Any) -> str:
@@ -59,7 +59,8 @@ def page() -> str:
         seen |= set(names)
         lines += [f"## {area.capitalize()}", "", *table("sl.", names, sl)] if names else []
     for name, module in MODULES.items():
-        ours = [n for n, x in vars(module).items() if getattr(x, "__module__", "").startswith("shardlib.")]
+        home = "shardlib." if hasattr(module, "__path__") else module.__name__  # a package exports what others define
+        ours = [n for n, x in vars(module).items() if getattr(x, "__module__", "").startswith(home)]
         public = [n for n in ours if not n.startswith("_")]
         lines += [f"## sl.{name}", "", *table(f"sl.{name}.", sorted(public), module)]
     return "\n".join(lines)

@@ -10,12 +10,14 @@ local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
-compiled          jit: .lower(*args).collectives(), .memory(), .traces; passes
+compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
+debugging         debug.print passes.check_finite
 files             save latest restore compare
 testing           testing.check check_loss check_optimizer meshes ranks collectives
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
 
+from shardlib import debug as debug
 from shardlib import optim as optim
 from shardlib import passes as passes
 from shardlib import random as random
@@ -46,6 +48,7 @@ from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
 from shardlib.fused import rms_norm as rms_norm
+from shardlib.graph.timeline import Hardware as Hardware
 from shardlib.jit import jit as jit
 from shardlib.mean import Mean as Mean
 from shardlib.mesh import Mesh as Mesh
@@ -62,6 +65,7 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map

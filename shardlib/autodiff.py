@@ -21,7 +21,7 @@ from shardlib.errors import SpecError, defined
 from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
-from shardlib.phases import phase
+from shardlib.phases import gradients, phase
 from shardlib.types import Leaf, Region, paused, region
 
 _plain = torch._C.DisableTorchFunction
@@ -181,6 +181,7 @@ class GradFn:
             )
             with phase("backward"), _last_derivative():
                 pulled = pull(cotangents)
+            gradients(pulled, [path or f"argument {i}" for i, path in names])
             grads = [as_gradient(here, x, g, p) for x, g, (_, p) in zip(flat, pulled, names, strict=True)]
         result = tree.unflatten(treedef, grads)
         result = result if many else result[0]

@@ -112,6 +112,14 @@ def dimensions(n: int) -> str:
     return f"{n} dimension{'s' * (n != 1)}"
 
 
+def amount(n: int) -> str:
+    """Bytes in words: `1.5 MB`; powers of 1000."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
+
+
 def listing(items: Iterable[object]) -> str:
     """`a`, `b` and `c`."""
     names = [f"`{i}`" for i in items]

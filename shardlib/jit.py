@@ -16,13 +16,15 @@ from shardlib.cache import Program, cached
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.digests import fingerprint, titles
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.memory import Point, alive
+from shardlib.graph.memory import Point, alive, explained
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
+from shardlib.graph.text import listing_of
+from shardlib.graph.timeline import Hardware, Timeline, timeline
 from shardlib.graph.trace import meta, trace
 from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
-from shardlib.log import telling, wanted
+from shardlib.log import Log, telling, wanted
 from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Memo, once, places
@@ -60,7 +62,10 @@ class Lowered:
     @property
     def program(self) -> dict[str, GraphModule]:
         """The graphs by name; `step` calls the others."""
-        return dict(graphs(self.module))
+        found = dict(graphs(self.module))
+        for module in found.values():
+            module.recompile()  # passes change graphs, not yet their code
+        return found
 
     def collectives(self) -> list[Collective]:
         """Every collective with its name, op, axis and the bytes each rank sends."""
@@ -70,34 +75,50 @@ class Lowered:
         """The moment when most is alive on a rank: bytes of parameters, gradients, optimizer state and the rest."""
         return max(alive(self.module), key=lambda point: point.total)
 
+    def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
+        """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.
+
+        `hardware`: `"h100"`, `"a100"` and others of `HARDWARE` there, or `sl.Hardware(...)`.
+        """
+        return timeline(self.module, hardware)
+
     def as_text(self) -> str:
-        """The graphs as Python source."""
-        return "\n\n".join(f"# {name}\n{module.code.strip()}" for name, module in self.program.items())
+        """The graphs as a listing to read, a line for each node."""
+        return listing_of(self.module)
+
+    def running(self, log: Log | None = None) -> GraphModule:
+        """The graphs as they run here: processes that talk gloo change some collectives, those of a log tell it."""
+        module = self.module
+        if log is not None and self.backend != "inductor":
+            module = telling(copied(module), log)
+        gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
+        return applied([for_gloo], copied(module)) if gloo else module
 
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
         if self._run is None and not (self.mesh.simulate and self.mesh.total > 1):
-            cpu, log = self.mesh.device.type == "cpu", wanted(self.mesh)
-            if cpu:
+            log = wanted(self.mesh)
+            if self.mesh.device.type == "cpu":
                 keep_freed()
             for group in group_names(self.module):  # made by all of its ranks, where one has traced for all
                 self.mesh.group(group.rpartition("/")[2].split(","))
-            module = self.module
-            if log is not None and self.backend == "graph":
-                module = telling(copied(module), log)
-            module = applied([for_gloo], copied(module)) if cpu and self.mesh.total > 1 else module
-            run = runner(module, self.backend)
+            run = runner(self.running(log), self.backend)
             self._run = log.around(run, self.name, self.mesh.name) if log is not None else run
         return self
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
         """Run on the inputs of every rank that this process plays."""
-        if self.mesh.simulate and self.mesh.total > 1:
-            outputs = run_lockstep(self.mesh, self.module, inputs, self._equal())
-        else:
-            run = self.compile()._run
-            assert run is not None
-            outputs = [run(inputs[0])]
+        with explained(self.module):
+            if self.mesh.simulate and self.mesh.total > 1:
+                outputs = run_lockstep(self.mesh, self.module, inputs, self._equal())
+            else:
+                run = self.compile()._run
+                assert run is not None
+                outputs = [run(inputs[0])]
+        return self.returned(outputs)
+
+    def returned(self, outputs: list[Any]) -> Any:
+        """What the function returns, from the outputs of every rank that this process plays."""
         array = once(lambda position, spec, shape: Array([o[position] for o in outputs], spec, shape, self.mesh))
 
         def value(r: _Result) -> Any:
@@ -149,6 +170,11 @@ class Jitted:
     def __call__(self, *args: Any) -> Any:
         if tracing():  # inside another jitted function
             return self.f(*args)
+        program, inputs = self.given(*args)
+        return program(inputs)
+
+    def given(self, *args: Any) -> tuple[Lowered, list[list[Tensor]]]:
+        """The program for these arguments, and its inputs on every rank that this process plays. Takes donated ones."""
         refuse_autocast()
         flat, treedef, static = self._flat(args)
         gone = self._donated(args)
@@ -157,9 +183,7 @@ class Jitted:
         tensors = _distinct(flat)
         shards = [x.donate() if id(x) in gone and isinstance(x, Array) else shards_of(x) for x in tensors]
         ranks = range(mesh.total) if mesh.simulate else range(1)
-        inputs = [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
-        del shards, tensors, flat
-        return program(inputs)
+        return program, [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
 
     def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
         static = tuple(args[i] for i in self.static)
@@ -312,7 +336,7 @@ def jit(
     call equal is compared. Attributes of `f` (`init`) stay; a line on stderr says what led to another trace.
 
     `.lower(*args)` gives the program without running it (`Lowered`): `.collectives()` lists what it sends, `.memory()`
-    what it keeps, `.as_text()` its source; `.traces` holds the programs made so far.
+    what it keeps, `.timeline()` when, `.as_text()` a listing; `.traces` holds the programs made so far.
 
     `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
     `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
+from shardlib.graph.finite import check_finite as check_finite
 from shardlib.graph.fuse import fuse as fuse
 from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place

@@ -1,11 +1,12 @@
 """Notes on the nodes of a traced graph: which part of a step made them, and what they hold."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.fx import Proxy
+from torch import Tensor
+from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
 
 from shardlib import tree
@@ -33,6 +34,11 @@ def phase(name: str) -> Iterator[None]:
         node.meta.setdefault(name, number)
 
 
+def part_of(node: Node) -> str:
+    """`forward`, `backward` or `remat` where a node belongs to a derivative."""
+    return next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
+
+
 def noted(kind: str, values: Any) -> Any:
     """`values`, a tree; while a program is traced, their nodes know that they hold `kind`."""
     mode = get_proxy_mode()
@@ -41,3 +47,24 @@ def noted(kind: str, values: Any) -> Any:
             if isinstance(proxy, Proxy):
                 proxy.node.meta["kind"] = kind
     return values
+
+
+def gradients(values: Iterable[Tensor], paths: Iterable[str]) -> None:
+    """While a program is traced, the nodes of `values`, gradients of the leaves at `paths`, know whose they are:
+    `meta["gradient"]`; so do the nodes before them of which they are but copies, sums over ranks or pieces of those."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for proxy, path in zip(map(mode.tracer.unwrap_proxy, values), paths, strict=True):
+        node = proxy.node if isinstance(proxy, Proxy) else None
+        while node is not None and "gradient" not in node.meta:
+            node.meta["gradient"] = path
+            sources = node.all_input_nodes
+            one = len(sources) == 1 and len(sources[0].users) == 1
+            summed = getattr(node.target, "namespace", "") == "_c10d_functional"
+            node = sources[0] if one and (summed or _numel(sources[0]) == _numel(node)) else None
+
+
+def _numel(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else None

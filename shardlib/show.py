@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlib import layout as cuts
 from shardlib import tree
 from shardlib.array import Array
-from shardlib.errors import SpecError
+from shardlib.errors import SpecError, amount
 from shardlib.graph.program import bytes_sent
 from shardlib.mesh import Axes, Mesh
 from shardlib.sharding import Move, plan
@@ -80,14 +80,6 @@ def _tree(x: Any) -> "Table":
 def _local(leaf: Tensor) -> tuple[int, ...]:
     is_array = isinstance(leaf, Array)
     return cuts.padded_shape(leaf.spec, leaf.shape, leaf.mesh.shape) if is_array else tuple(leaf.shape)
-
-
-def amount(n: int) -> str:
-    """Bytes in words: `1.5 MB`; powers of 1000."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n} B"
 
 
 # ---- arrays

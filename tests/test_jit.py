@@ -296,9 +296,9 @@ def test_micro_batches_are_calls_of_one_graph(stage):
             texts.append(step.traces[0].as_text())
     assert sizes[0] == sizes[1]
     assert (
-        texts[1].count("# microbatch") == 1
-        and texts[1].count("self.microbatch(") == 2
-        and texts[2].count("self.microbatch(") == 8
+        texts[1].count("def microbatch(") == 1
+        and texts[1].count(" = microbatch(") == 2
+        and texts[2].count(" = microbatch(") == 8
     )
 
 

@@ -24,12 +24,12 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused", "vocab"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
@@ -39,13 +39,15 @@ LAYERS = [
         "graph.overlap",
         "graph.in_place",
         "graph.gloo",
+        "graph.finite",
         "passes",
     ],
     ["graph.program"],
+    ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
     ["cli.hang", "cli.command", "__main__"],
-    ["jit"],
+    ["jit", "profile"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
     ["step"],
@@ -78,6 +80,8 @@ PRIVATE = {
     "shard_map": "fake tensors",
     "state": "fake tensors",
     "checkpoint": "fake tensors",
+    "debug": "functorch's wrappers, fake tensors",
+    "graph.lines": "autograd's numbers of operations",
     "graph.trace": "fake tensors, make_fx",
     "scan": "functorch's levels",
     "graph.program": "Inductor",

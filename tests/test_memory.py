@@ -1,11 +1,15 @@
 """What a traced program keeps alive, and the table of benchmarks/zero_memory.py where it is quick to make."""
 
+import re
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
 import shardlib as sl
 from benchmarks.zero_memory import SHAPES, formula, points
-from shardlib.graph.memory import alive
+from shardlib.graph.memory import alive, explained
 
 F64 = torch.float64
 
@@ -73,3 +77,63 @@ def test_state_per_rank_is_that_of_the_paper(stage: int, count: int):
     assert formula("7.5B", 64, stage) == SHAPES["7.5B"][0] * {1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}[stage]
     if stage == 2 and count == 1:  # a gradient is scattered as soon as it is there: never are all of them whole
         assert max(p.total for p in found) < wanted + 0.25 * 2 * SHAPES["7.5B"][0]
+
+
+# ---- running out of it
+
+
+def outer(params, batch):
+    h = torch.tanh(batch @ sl.gather(params, "dp"))
+    return sl.Mean.of("batch/dp n k", (h[:, :, None] * h[:, None, :]) ** 2)
+
+
+def hungry(mesh: sl.Mesh, accumulate: int, size: int, room: int | None) -> str:
+    """What is said when a step that squares matrices of `size` has only `room` bytes of address space left."""
+    with mesh:
+        train = sl.jit(sl.step(outer, sl.optim.adamw(1e-3), accumulate=accumulate), donate_argnums=0)
+        state = train.init(sl.shard(torch.ones(4, size), "m/dp n"))
+        batch = sl.shard(torch.ones(16 * mesh.total, 4), "batch/dp m")
+        train.lower(state, batch).compile()
+        if room is not None:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        try:
+            train(state, batch)
+        except Exception as e:
+            return "\n".join([type(e).__name__, *getattr(e, "__notes__", ())])
+        return "enough"
+
+
+@pytest.mark.parametrize("simulate, accumulate", [(False, 1), (False, 2), (True, 2)])
+def test_running_out_of_memory_says_where(simulate: bool, accumulate: int):
+    def body() -> str:
+        mesh = sl.make_mesh(dp=2, simulate=True) if simulate else sl.make_mesh(dp=1)
+        return hungry(mesh, accumulate, 2000, 100 << 20)
+
+    (said,) = sl.testing.ranks(1)(body)()
+    error, here, peak, head, *kinds = said.splitlines()
+    assert error == ("RankError" if simulate else "RuntimeError")
+    graph = "step" if accumulate == 1 else "microbatch"
+    assert re.fullmatch(rf"  where it ran out: `mul\w*` of {graph} at .*test_memory.py:\d+: return sl.Mean.*", here)
+    assert re.match(rf"  at the peak: `\w+` of {graph} at .*test_memory.py", peak)
+    assert head.split("  ")[1] == "alive on a rank"
+    table = {row.split()[0]: row.split()[1:] for row in kinds}
+    rows = 16 // accumulate
+    assert float(table["all"][0]) == pytest.approx(rows * 2000 * 2000 * 4 / 1e6, rel=0.01), "MB of the result wanted"
+    assert table["all"][1] == "MB" and {"parameters", "optimizer", "other"} <= set(table)
+
+
+def test_other_errors_have_no_table():
+    assert hungry(sl.make_mesh(dp=2, simulate=True), 1, 3, None) == "enough"
+    with pytest.raises(ZeroDivisionError) as error, explained(torch.fx.symbolic_trace(torch.nn.Identity())):
+        raise ZeroDivisionError
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_a_gpu_says_it_too():
+    with sl.make_mesh(dp=1, simulate=True):
+        module = sl.jit(lambda x: x * 2).lower(torch.zeros(4, 4)).module
+    with pytest.raises(torch.OutOfMemoryError) as error, explained(module):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    assert error.value.__notes__[0].splitlines()[0].startswith("  at the peak: `mul` of step at ")
+    assert error.value.__notes__[0].splitlines()[-1].split() == ["all", "128", "B"]

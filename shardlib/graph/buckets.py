@@ -118,6 +118,7 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
         results = _gathered(wait, b.starts, n) if gather else _pieces(wait, waits)
         for (old, new), family in zip(results, families, strict=True):
             old.replace_all_uses_with(new)
+            new.meta |= {k: old.meta[k] for k in ("kind", "gradient") if k in old.meta}
             for node in family if not b.early else ():
                 if order.get(node, sys.maxsize) < order[last]:  # what other buckets made stands later
                     after.prepend(node)
@@ -141,10 +142,10 @@ def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, No
     out = emit(UNPACK, (wait, n, shapes, orders), wait)
     found = []
     for i, (start, chain) in enumerate(zip(starts, chains, strict=True)):
-        item = emit(getitem, (out, i), wait)
+        item = emit(getitem, (out, i), start)
         if chain is None:
             old = wait_of(start)
-            found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), wait)))
+            found.append((old, emit(aten.view.default, (item, list(old.meta["val"].shape)), start)))
         else:
             found.append((chain[0], item))
     return found

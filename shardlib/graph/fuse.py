@@ -49,7 +49,6 @@ def fuse(module: GraphModule) -> GraphModule:
     for group in _groups(module.graph):
         _replace(module, group, names)
     module.graph.lint()
-    module.recompile()
     return module
 
 

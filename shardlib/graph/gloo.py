@@ -33,5 +33,4 @@ def for_gloo(module: GraphModule) -> GraphModule:
         wait.replace_all_uses_with(total)
         module.graph.erase_node(wait)
         module.graph.erase_node(start)
-    module.recompile()
     return module

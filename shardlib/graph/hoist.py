@@ -7,11 +7,12 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK
+from shardlib.graph.joint import Layer
 from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased, arg, at_rest, dead_code, inputs, outputs
 
 
 def hoist(module: GraphModule) -> GraphModule:
-    """Gather what a called graph gathers of its inputs before the call; wait for what it returns where that is used.
+    """Gather what a turn of a loop gathers of its inputs before its call; wait for what it returns where that is used.
 
         layer(w, x):                              layer(v, x):
             v = all_gather(w).wait()                  ...
@@ -21,11 +22,12 @@ def hoist(module: GraphModule) -> GraphModule:
         s = layer(w, x)                           s_ = layer(v_.wait(), x)
                                                   s = s_.wait()
 
-    `overlap` then issues a layer's gather while the layer before runs. Bitwise the same.
+    `overlap` then issues a layer's gather while the layer before runs. Other graphs that are called keep theirs: a
+    micro-batch's is long, and would have all its parameters whole. Bitwise the same.
     """
     sites: dict[Any, list[Node]] = {}
     for node in module.graph.nodes:
-        if node.op == "call_module":
+        if node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), Layer):
             sites.setdefault(node.target, []).append(node)
     for target, calls in sites.items():
         child: Any = module.get_submodule(target)

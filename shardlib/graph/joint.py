@@ -21,6 +21,10 @@ from shardlib.types import Region
 aten = torch.ops.aten
 
 
+class Layer(GraphModule):
+    """A graph of one turn of a loop."""
+
+
 @dataclass
 class Joint:
     """`forward(*inputs)` gives `results`, then what `backward` keeps; `backward(*kept, *of_inputs, *cotangents)` the
@@ -179,4 +183,4 @@ def _graph(
             copies[n] = graph.node_copy(n, copies.__getitem__)
             copies[n].meta.setdefault(part, 0)
     graph.output([copies[n] for n in ends])
-    return clean(GraphModule(root, graph))
+    return clean(Layer(root, graph))

@@ -5,15 +5,21 @@ values. What an op allocates for itself while it runs is not seen, nor is fragme
 """
 
 import operator
+import re
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardlib.errors import amount
 from shardlib.graph.fuse import Island
+from shardlib.graph.lines import said_at
 from shardlib.graph.nodes import inputs, outputs, roots
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
@@ -128,3 +134,54 @@ def _size(node: Node) -> int:
     """The bytes of the storage of a node's value; none of several values, which count by themselves."""
     value = node.meta.get("val")
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+# ---- running out of it
+
+
+@contextmanager
+def explained(module: GraphModule) -> Iterator[None]:
+    """Where memory runs out inside, the error gets a note: the node that wanted more with the user's line, and what the
+    program keeps alive there and at its peak, by kind."""
+    try:
+        yield
+    except Exception as e:
+        if _is_out_of_memory(e) or (e.__cause__ is not None and _is_out_of_memory(e.__cause__)):
+            e.add_note(_told(module, *_failing(e)))
+        raise
+
+
+def _is_out_of_memory(e: BaseException) -> bool:
+    said = ("can't allocate memory", "not enough memory")  # torch's on the CPU
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(s in str(e) for s in said)
+
+
+def _failing(e: Exception) -> tuple[str, str]:
+    """The graph and the node in which generated code, or a simulated rank, was; empty where that is not known."""
+    simulated = re.search(r"node `(?:(\w+)\.)?(\w+)`", str(e))
+    if simulated:
+        return simulated[1] or "step", simulated[2]
+    lines = [f.line or "" for f in traceback.extract_tb(e.__traceback__) if f.filename.startswith("<eval_with_key>")]
+    node, graph = "", "step"
+    for line in lines:
+        node, _, call = line.strip().partition(" = ")
+        if called := re.match(r"self\.(\w+)\(", call):
+            graph, node = called[1], ""
+    return graph, node.partition(":")[0].strip()
+
+
+def _told(module: GraphModule, graph: str, name: str) -> str:
+    points = alive(module)
+    peak = max(points, key=lambda point: point.total)
+    here = next((p for p in points if (p.graph, p.node) == (graph, name)), None)
+    parts: dict[str, Any] = {"step": module, **dict(module.named_children())}
+    said, columns = [], [("where it ran out", here), ("at the peak", peak)]
+    columns = [(what, point) for what, point in columns if point is not None]
+    for what, p in columns:
+        at = next((said_at(n) for n in parts[p.graph].graph.nodes if n.name == p.node), "")
+        said.append(f"  {what}: `{p.node}` of {p.graph}{at}")
+    rows = [["alive on a rank", *(what for what, _ in columns)]]
+    for kind in sorted({k for _, p in columns for k, n in p.bytes.items() if n}):
+        rows.append([kind, *(amount(p.bytes[kind]) for _, p in columns)])
+    rows.append(["all", *(amount(p.total) for _, p in columns)])
+    return "\n".join([*said, *("  " + "".join(f"{cell:<18}" for cell in row).rstrip() for row in rows)])

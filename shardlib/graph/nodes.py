@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from shardlib import debug as debug  # defines an op
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
 
@@ -51,6 +52,12 @@ def aliased(node: Node, written: bool = False) -> list[Node]:
     given += [(a, node.kwargs[a.name]) for a in said_by.arguments if a.name in node.kwargs]
     said = [(a.alias_info, arg) for a, arg in given if a.alias_info is not None]
     return [n for info, arg in said if info.is_write or not written for n in _nodes(arg)]
+
+
+def acts(node: Node) -> bool:
+    """Whether a node is there for what it does: its op returns nothing and writes into nothing."""
+    said_by = schema(node)
+    return said_by is not None and not said_by.returns and not aliased(node, written=True)
 
 
 def clean(module: GraphModule) -> GraphModule:
@@ -123,12 +130,12 @@ def outputs(graph: torch.fx.Graph) -> list[Any]:
 
 
 def dead_code(module: GraphModule) -> GraphModule:
-    """Remove every node that no output needs. A write in place is needed where its storage is."""
+    """Remove every node that no output needs. A write in place is needed where its storage is, what `acts` always."""
     graph = module.graph
     held = roots(graph)
     writes = [(n, {r for a in into for r in held[a]}) for n in graph.nodes if (into := aliased(n, written=True))]
     needed: set[Node] = set()
-    stack = [n for n in graph.nodes if n.op in ("output", "placeholder")]
+    stack = [n for n in graph.nodes if n.op in ("output", "placeholder") or acts(n)]
     while stack:
         while stack:
             node = stack.pop()
@@ -140,17 +147,19 @@ def dead_code(module: GraphModule) -> GraphModule:
     for node in reversed(list(graph.nodes)):
         if node not in needed:
             graph.erase_node(node)
-    module.recompile()
     return module
 
 
 def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
-    """The graph of some of the outputs."""
+    """The graph of some of the outputs, without what `acts`."""
     made = GraphModule(module, torch.fx.Graph())
     values: dict[Node, Node] = {}
     results = made.graph.graph_copy(module.graph, values)
+    for node in reversed([n for n in made.graph.nodes if acts(n)]):
+        made.graph.erase_node(node)
     made.graph.output([results[i] for i in outputs])  # type: ignore[index]
-    return dead_code(made)
+    dead_code(made).recompile()
+    return made
 
 
 def used_placeholders(module: GraphModule) -> list[bool]:
@@ -174,6 +183,14 @@ ARRANGE: set[Any] = {
     torch.ops.aten.transpose.int,
     torch.ops.aten.squeeze.dim,
 }
+
+
+def op_name(node: Node) -> str:
+    """What a node calls: `mm`, `all_gather`."""
+    said_by = schema(node)
+    if said_by is None:
+        return str(getattr(node.target, "__name__", node.target))
+    return STARTS.get(node.target) or ("wait" if node.target is WAIT else said_by.name.partition("::")[2])
 
 
 def wait_of(start: Node) -> Node:

@@ -2,11 +2,15 @@
 
 from operator import getitem
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, arg, at_rest, positions, written
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, arg, at_rest, positions, written
+
+aten = torch.ops.aten
+_THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
 
 
 def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
@@ -26,7 +30,6 @@ def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
     _by_arrival(graph, pinned)
     _sink(graph, pinned)
     _prefetch(graph, pinned, ahead)
-    module.recompile()
     return module
 
 
@@ -34,7 +37,7 @@ def _sink(graph: Graph, pinned: set[Node]) -> None:
     """Waits, what only arranges their results, and numbers computed from them go before the first use."""
     lazy: set[Node] = set()
     for node in graph.nodes:
-        arranges = node.target in ARRANGE or node.target in (UNPACK, getitem) or _number(node)
+        arranges = node.target in _THROUGH or _number(node)
         if node.target is WAIT or (arranges and not lazy.isdisjoint(node.all_input_nodes)):
             lazy.add(node)
     lazy -= pinned
@@ -87,8 +90,7 @@ def _uses(start: Node) -> list[Node]:
     uses = []
     for n in family:
         for u in n.users:
-            through = u.target in ARRANGE or u.target in (WAIT, UNPACK, getitem)
-            (family if through else uses).append(u)
+            (family if u.target in _THROUGH else uses).append(u)
     return uses
 
 
@@ -101,9 +103,11 @@ def _by_arrival(graph: Graph, pinned: set[Node]) -> None:
         return
     order = positions(graph)
     arrives: dict[Node, int] = {}
+    acted = -1  # what acts (prints) keeps its order
     for n in nodes:
-        own = order[n] if n.target in STARTS and "backward" in n.meta else -1
+        own = order[n] if n.target in STARTS and "backward" in n.meta else acted if acts(n) else -1
         arrives[n] = max([own, *(arrives[i] for i in n.all_input_nodes)])
+        acted = arrives[n] if acts(n) else acted
     output = nodes[-1]
     for n in sorted(tail, key=lambda n: arrives[n]):
         output.prepend(n)

@@ -18,6 +18,7 @@ from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
+from shardlib.phases import part_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "regional", "inductor")
@@ -25,7 +26,8 @@ BACKENDS = ("graph", "regional", "inductor")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program: the inputs that it moves (or its node), the op over an axis, the operand.
+    """One collective of a program: the inputs that it moves, or the leaf whose gradient (or its node), the op over an
+    axis, the operand.
 
     `bytes`: what each rank sends for it, by the usual ring algorithms. `part`: `forward`, `backward` or `remat` where
     it belongs to a derivative. `times`: how often a step makes it, `graph` being called so often.
@@ -102,13 +104,14 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
     said = _origin(arg(node), paths) or node.name
-    part = next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
-    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part)
+    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
     """The inputs that a value comes from, seen through views, casts, padding and packing."""
     while isinstance(x, Node) and x not in paths:
+        if "gradient" in x.meta:
+            return f"the gradient of {x.meta['gradient']}"
         if x.target is PACK:
             found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
             return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
@@ -134,6 +137,8 @@ class _Boxed(CodeGen):
 
 def runner(module: GraphModule, backend: str) -> Run:
     """The program as a function from the list of its inputs, which it empties, to the list of its outputs."""
+    for _, each in graphs(module):
+        each.recompile()  # passes change graphs, not yet their code
     if backend == "graph":
         run = _generated(module)
     elif backend == "regional":

@@ -23,6 +23,8 @@ from shardlib import fused as fused  # defines ops
 from shardlib import tree
 from shardlib.errors import ShardError
 from shardlib.graph import buckets as buckets
+from shardlib.graph import finite as finite
+from shardlib.graph.fuse import Island
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec, as_spec
 
@@ -144,7 +146,7 @@ def lines(module: GraphModule, mesh: Mesh, graph: str = "", numbers: dict[int, i
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
             yield from lines(child, mesh, f"{graph}.{name}" if graph else name, numbers)
-    yield json.dumps({"graph": graph})
+    yield json.dumps({"graph": graph, "island": isinstance(module, Island)})
     index: dict[Node, int] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -183,12 +185,12 @@ def program(said_lines: Sequence[str], mesh: Mesh) -> GraphModule:
     """The program of some `lines`. Raises `Unstorable`, or whatever a damaged text leads to."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[str, GraphModule] = {}
-    root, graph, name = torch.nn.Module(), Graph(), ""
+    root, graph, name, island = torch.nn.Module(), Graph(), "", False
     nodes: list[Node] = []
     for line in said_lines:
         said = json.loads(line)
         if isinstance(said, dict) and "graph" in said:
-            root, graph, name, nodes = torch.nn.Module(), Graph(), said["graph"], []
+            root, graph, name, nodes, island = torch.nn.Module(), Graph(), said["graph"], [], said["island"]
             for child in [c for c in made if c.rpartition(".")[0] == name and c]:
                 root.add_module(child.rpartition(".")[2], made.pop(child))
             continue
@@ -208,7 +210,7 @@ def program(said_lines: Sequence[str], mesh: Mesh) -> GraphModule:
             node.meta["val"] = _fake(val, mesh, mode)
         nodes.append(node)
         if op == "output":
-            made[name] = GraphModule(root, graph)
+            made[name] = (Island if island else GraphModule)(root, graph)
     return made[""]
 
 

@@ -3,8 +3,8 @@
 A graph is the same on all ranks: groups are names, the rank enters as a value.
 """
 
-import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,13 +25,12 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
+from shardlib.graph.lines import note_lines
 from shardlib.graph.nodes import clean, inputs
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
 from shardlib.types import Leaf, Region, paused, region
-
-_STACKS = {"record_stack_traces": True} if "record_stack_traces" in inspect.signature(make_fx).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -83,22 +82,29 @@ def meta(x: Tensor, here: Region | None = None) -> Meta:
 def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, lines: bool = True) -> GraphModule:
     """The graph of `f`, a function of plain tensors, wherever this is called from; dead nodes removed.
 
-    `lines`: whether nodes know the lines of code that made them, which costs a fifth of the time.
+    `lines`: whether nodes know the lines of code that made them.
     """
     with isolated():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             fakes = [m.empty() for m in metas]
+        start = sys._getframe()
+
+        def run(*xs: Tensor) -> list[Tensor]:
+            mode = get_proxy_mode()
+            if lines and mode is not None:
+                note_lines(mode.tracer, start)
+            return list(f(*xs))
+
         try:
-            options: Any = _STACKS if lines else {}
-            made = make_fx(lambda *xs: list(f(*xs)), tracing_mode="fake", _allow_non_fake_inputs=True, **options)
-            module = made(*fakes)
+            module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         except DATA_DEPENDENT as e:
             raise SpecError(
                 f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
                 f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
             ) from e
-        return clean(module)
+        clean(module).recompile()
+        return module
 
 
 def typed(

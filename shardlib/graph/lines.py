@@ -1,0 +1,79 @@
+"""Which of the user's lines made each node of a traced graph."""
+
+import linecache
+import re
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr  # the number of an operation has no public name
+from torch.fx import Node
+
+from shardlib.errors import is_users
+
+_PLACE = re.compile(r'File "(.+?)", line (\d+)')
+_ENGINE = ("_engine_run_backward", torch.autograd.graph.__file__)
+_LIBRARY, _USERS, _AUTOGRAD = range(3)  # whose code a frame runs
+
+
+def note_lines(tracer: Any, start: FrameType) -> None:
+    """Nodes that `tracer` makes from now on have the user's calls since `start` in `stack_trace`, innermost last.
+
+    A node of a backward pass has those of what it is the derivative of: autograd numbers operations as they are made,
+    and says for which one it runs.
+    """
+    create = tracer.create_node
+    made: dict[int, str] = {}
+    whose: dict[CodeType, int] = {}
+    counted = _get_sequence_nr()
+
+    def create_node(*args: Any, **kwargs: Any) -> Node:
+        nonlocal counted
+        node = create(*args, **kwargs)
+        said = _users_calls(sys._getframe(1), start, whose)
+        if said is None:
+            said = made.get(torch._C._current_autograd_node()._sequence_nr(), "")
+        now = _get_sequence_nr()
+        made.update(dict.fromkeys(range(counted, now), said))
+        counted = now
+        if said:
+            node.stack_trace = said
+        return node
+
+    tracer.create_node = create_node
+
+
+def _users_calls(frame: FrameType | None, start: FrameType, whose: dict[CodeType, int]) -> str | None:
+    """The user's calls between two frames; None where autograd's engine runs further in than all of them.
+
+    There are a hundred frames for every node: `whose` keeps what is known of their code.
+    """
+    said: list[str] = []
+    while frame is not None and frame is not start:
+        code = frame.f_code
+        kind = whose.get(code)
+        if kind is None:
+            engine = (code.co_name, code.co_filename) == _ENGINE
+            kind = whose[code] = _AUTOGRAD if engine else _USERS if is_users(code.co_filename) else _LIBRARY
+        if kind == _AUTOGRAD and not said:
+            return None
+        if kind == _USERS:
+            said.append(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(reversed(said))
+
+
+def line_of(node: Node) -> tuple[str, int] | None:
+    """The file and number of the innermost of the user's lines that made a node."""
+    places = _PLACE.findall(node.stack_trace or "")
+    return (places[-1][0], int(places[-1][1])) if places else None
+
+
+def said_at(node: Node) -> str:
+    """` at model.py:31: x @ w`, or nothing where no line of the user's made it."""
+    place = line_of(node)
+    if place is None:
+        return ""
+    text = linecache.getline(*place).strip()
+    return f" at {place[0]}:{place[1]}" + (f": {text}" if text else "")
