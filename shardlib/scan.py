@@ -90,7 +90,11 @@ class _Body:
 
     def _traced(self, args: Any) -> Any:
         here, piece = region(), region().piece
-        captured, remade = lifted(self.f)
+        try:
+            captured, remade = lifted(self.f)
+        except SpecError:
+            self.alone = False
+            return self.f(*args)
         values, treedef = tree.flatten((args, captured, piece and piece.at))
         at = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
         tensors = [values[i] for i in at]
@@ -109,7 +113,8 @@ class _Body:
 
         def graphs() -> tuple[Joint, str, str]:
             if key not in self.seen:
-                made = joint(alone, here, metas, diff, "layer")
+                with torch._C._EnableTorchFunction():  # which Functions are called without
+                    made = joint(alone, here, metas, diff, "layer")
                 self.seen[key] = made, added("layer", made.forward), added("layer_backward", made.backward)
             return self.seen[key]
 
@@ -117,6 +122,9 @@ class _Body:
             with _plain():
                 out: Any = _Layer.apply(graphs, diff, *tensors)
         except Exception:  # what the user did wrong is told where `f` runs as it is
+            import traceback
+
+            traceback.print_exc()
             import traceback
 
             traceback.print_exc()

@@ -35,6 +35,7 @@ def hoist(module: GraphModule) -> GraphModule:
             chain = _gather(wait)
             if chain is not None:
                 _before(child.graph, [*chain, wait], calls)
+        dead_code(child)
         for wait in [n for n in child.graph.nodes if n.target is WAIT]:
             chain = _returned(wait)
             if chain is not None:

@@ -86,6 +86,7 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
             flat = [next(floats) if i in found["floats"] else next(others) for i in range(len(out) + len(rest))]
             for key, ys in (("results", flat), ("cotangents", given), ("gradients", gradients)):
                 found[key] = [meta(y, inner) for y in ys]
+            found["gradients"] = [replace(m, leaf=None, padded=False) for m in found["gradients"]]
             return [*flat, *gradients]
 
     module = trace(run, metas, name)

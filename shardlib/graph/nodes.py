@@ -97,7 +97,8 @@ def _moved_early(graph: torch.fx.Graph) -> None:
 def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
     """For every node, the nodes whose storage its value lies in: itself, or what it is a view of."""
     found: dict[Node, set[Node]] = {}
-    children: dict[Any, list[set[int]]] = {}
+    children: dict[Any, list[tuple[set[int], set[int]]]] = {}
+    first: dict[tuple[Node, int], Node] = {}
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         if node.target is not operator.getitem or not isinstance(source, Node):
@@ -105,17 +106,24 @@ def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
         elif source.op == "call_module":
             if source.target not in children:
                 children[source.target] = _returned(graph.owning_module.get_submodule(source.target))  # type: ignore[union-attr, arg-type]
-            held = {r for i in children[source.target][int(node.args[1])] for r in found[source.args[i]]}  # type: ignore[index, arg-type]
+            handed, same = children[source.target][int(node.args[1])]  # type: ignore[call-overload, arg-type]
+            held = {r for i in handed for r in found[source.args[i]]} | {  # type: ignore[index]
+                first.setdefault((source, i), node) for i in same
+            }
         else:
             held = found[source] - {source}  # one of several new results, or of several views
         found[node] = held or {node}
     return found
 
 
-def _returned(child: Any) -> list[set[int]]:
-    """For each result of a called graph, the inputs whose storages it hands back."""
+def _returned(child: Any) -> list[tuple[set[int], set[int]]]:
+    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number."""
     inner, given = roots(child.graph), inputs(child.graph)
-    return [{i for i, n in enumerate(given) if n in inner.get(end, ())} for end in outputs(child.graph)]
+    numbers = {n: i for i, n in enumerate(inner)}
+    held = [inner.get(end, set()) for end in outputs(child.graph)]
+    return [
+        ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"}) for rs in held
+    ]
 
 
 def inputs(graph: torch.fx.Graph) -> list[Node]:

@@ -1,0 +1,227 @@
+"""scan inside jit: its body is traced once and called; values, gradients and types are those of the loop."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardlib as sl
+from shardlib import passes, tree
+from shardlib.graph.nodes import STARTS
+from shardlib.scan import lifted
+
+F64 = torch.float64
+LAYERS = 5
+
+
+@sl.pytree
+class Layers:
+    w: Tensor = sl.spec("layers model/dp hidden/tp")
+    out: Tensor = sl.spec("layers hidden/tp model/dp")
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.sin(torch.arange(torch.Size(shape).numel(), dtype=F64) + len(shape)).view(shape)
+
+
+class Counted:
+    """A body that counts how often it runs."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def block(self, w: Layers, x: Tensor, scale: Tensor) -> Tensor:
+        self.calls += 1
+        w = sl.gather(w, "dp")
+        h = sl.einsum("batch/dp model, model hidden/tp -> batch/dp hidden/tp", x * scale, w.w)
+        y = sl.einsum("batch/dp hidden/tp, hidden/tp model -> batch/dp model +tp", torch.tanh(h), w.out)
+        return x + sl.psum("batch/dp model +tp -> batch/dp model", y)
+
+
+def loss_of(counted: Counted, remat: bool) -> Callable[..., sl.Mean]:
+    block = sl.remat(counted.block) if remat else counted.block
+
+    def loss(params: Any, batch: Tensor) -> sl.Mean:
+        layers, scale = params
+        scale = sl.gather(scale, "dp") + 1  # a captured value with a gradient
+        x, sums = sl.scan(lambda x, w: (block(w, x, scale), x.square().mean(1)), batch * 1, layers)
+        total = sl.Mean.of("batch/dp model", x**2)
+        return total + 0.1 * sl.Mean.of("layers batch/dp", sums)
+
+    return loss
+
+
+def trained(jitted: bool, stage: int, remat: bool, accumulate: int, backend: str = "graph") -> tuple[Any, int, Any]:
+    """State and loss after two steps, how often the body ran, and the program."""
+    counted = Counted()
+    specs = (sl.specs(Layers), "model")
+    layout = sl.zero(specs, stage=stage)
+    step = sl.step(loss_of(counted, remat), sl.optim.sgd(0.1), layout=layout, accumulate=accumulate)
+    params = Layers(w=draw(LAYERS, 6, 4), out=draw(LAYERS, 4, 6)), draw(6)
+    state, batch = step.init(sl.shard(params, specs)), sl.shard(draw(8, 6), "batch/dp model")
+    run = sl.jit(step, donate_argnums=0, backend=backend) if jitted else step
+    program = run.lower(state, batch) if jitted else None
+    for _ in range(2):
+        state, metrics = run(state, batch)
+    return [*tree.leaves(sl.gather(state.params)), metrics["loss"]], counted.calls, program
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_traced_once_and_equal_to_the_loop(stage, remat, accumulate):
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        plain, _, _ = trained(False, stage, remat, accumulate)
+        got, calls, program = trained(True, stage, remat, accumulate)
+    for a, b in zip(plain, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+    # looked at for its type; traced for the first carry, which has no gradient, and for others; again by remat
+    assert calls == 1 + 2 * (1 + remat)
+    assert {c.times for c in program.collectives() if c.graph == "layer"} == {accumulate}
+    assert {c.times for c in program.collectives() if c.graph == "layer_2"} == {(LAYERS - 1) * accumulate}
+
+
+@pytest.mark.filterwarnings("ignore")  # Inductor's own
+def test_regional_compiles_one_layer():
+    with sl.make_mesh(dp=1, tp=1):
+        plain, _, _ = trained(True, 0, False, 1)
+        got, _, _ = trained(True, 0, False, 1, backend="regional")
+    for a, b in zip(plain, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_the_next_layer_is_gathered_while_one_runs():
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        program = trained(True, 3, True, 1)[2]
+    told = [
+        n.target if n.op == "call_module" else STARTS[n.target]
+        for n in program.module.graph.nodes
+        if n.op == "call_module" or STARTS.get(n.target) == "all_gather"
+    ]
+    calls = [i for i, t in enumerate(told) if t.startswith("layer")]
+    assert len(calls) == 2 * LAYERS and told.count("all_gather") == 2 * LAYERS + 1  # and `scale`
+    for one, other in pairwise(calls[: LAYERS - 1]):
+        assert told[one:other].count("all_gather") == 1
+    assert told[: calls[0]].count("all_gather") == 2  # `scale` and the first layer
+    assert "all_gather" not in {c.op for c in program.collectives() if c.graph != "step" and c.axis == "dp"}
+
+
+def on_dp(body: Callable[..., Any], *args: tuple[Tensor, str], out: Any, jitted: bool) -> Any:
+    with sl.make_mesh(dp=2, simulate=True):
+        f = sl.shard_map(body, in_specs=tuple(s for _, s in args), out_specs=out)
+        return sl.gather((sl.jit(f) if jitted else f)(*(sl.shard(x, s) for x, s in args)))
+
+
+BODIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "carry becomes varying": lambda c, x: (c + x, c * 2),
+    "integers beside": lambda c, x: (torch.where(torch.arange(3) > 0, c * x, c), None),
+    "two results are one": lambda c, x: (c * x, c * x),
+    "the carry as it was": lambda c, x: (c, c * x),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(name):
+    """Values, and gradients of what is carried, scanned and captured."""
+
+    def body(start: Tensor, xs: Tensor, more: Tensor) -> Any:
+        def loss(start: Tensor, xs: Tensor, more: Tensor) -> Tensor:
+            last, ys = sl.scan(lambda c, x: BODIES[name](c + more, x), start, xs)
+            total = last.sum() + (0 if ys is None else ys.square().sum())
+            return sl.pending(total, "dp") if "varying" in sl.typeof(total) else total
+
+        return sl.value_and_grad(loss, (0, 1, 2))(start, xs, more)
+
+    args = (draw(3), "n"), (draw(4, 2, 3).view(4, 6), "layers n/dp"), (draw(3) / 3, "n")
+    out = ("", ("n", "layers n/dp", "n"))
+    plain, got = (on_dp(body, *args, out=out, jitted=j) for j in (False, True))
+    for a, b in zip(tree.leaves(plain), tree.leaves(got), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_what_must_happen_in_every_turn_does():
+    """A nonlocal variable, and a second derivative: the loop runs as it is written."""
+
+    def body(x: Tensor, ws: Tensor) -> Any:
+        turns = 0
+
+        def counts(c: Tensor, w: Tensor) -> Any:
+            nonlocal turns
+            turns += 1
+            return c * w + turns, None
+
+        def cubed(w: Tensor) -> Tensor:
+            return sl.psum(sl.scan(lambda c, w: (c * w**2, None), x, w)[0].sum(), "dp")
+
+        second = sl.grad(lambda w: sl.grad(cubed)(w).square().sum())(ws)
+        return sl.scan(counts, x, ws)[0], second
+
+    args = (draw(4, 3), "b/dp n"), (draw(3, 3), "layers n")
+    plain, got = (on_dp(body, *args, out=("b/dp n", "layers n"), jitted=j) for j in (False, True))
+    for a, b in zip(plain, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_errors_are_those_of_the_loop():
+    def body(x: Tensor, ws: Tensor) -> Tensor:
+        return sl.scan(lambda c, w: (sl.psum("b/dp n +dp -> b/dp n", c), None), x, ws)[0]
+
+    said = []
+    for jitted in (False, True):
+        with pytest.raises(sl.SpecError) as e:
+            on_dp(body, (draw(4, 3), "b/dp n"), (draw(3, 3), "layers n"), out="b/dp n", jitted=jitted)
+        said.append(str(e.value))
+    assert said[0] == said[1]
+
+
+def test_dropout_in_micro_batches():
+    """The mask counts rows of the whole batch: the number of the micro-batch reaches the body."""
+
+    def loss(w: Tensor, batch: Tensor, key: Tensor) -> sl.Mean:
+        drop = partial(sl.dropout, p=0.5)
+        x, _ = sl.scan(lambda x, m: (drop("batch/dp n", torch.tanh(x * m), key), None), batch, w)
+        return sl.Mean.of("batch/dp n", x)
+
+    found = []
+    with sl.make_mesh(dp=2, simulate=True):
+        for accumulate, jitted in ((1, False), (2, True), (4, True)):
+            step = sl.step(loss, sl.optim.sgd(0.1), accumulate=accumulate)
+            state = step.init(sl.shard(draw(3, 4), "layers n"), key=sl.random.key(3))
+            state, metrics = (sl.jit(step) if jitted else step)(state, sl.shard(draw(16, 4), "batch/dp n"))
+            found.append((sl.gather(state.params), metrics["loss"]))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_lifted_reaches_what_functions_capture():
+    a, b, c = draw(1), draw(2), draw(3)
+
+    def inner(x: Tensor, more: Tensor = c) -> Tensor:
+        return x + a.sum() + more.sum()
+
+    f = partial(lambda x, pair, g=inner: g(x) * pair["b"].sum(), pair={"b": b})
+    found, remade = lifted(f)
+    assert {id(x) for x in found} == {id(a), id(b), id(c)}
+    other = remade([x * 2 for x in found])
+    x = draw(4)
+    assert torch.equal(other(x), (x + 2 * a.sum() + 2 * c.sum()) * (2 * b).sum())
+    assert torch.equal(f(x), (x + a.sum() + c.sum()) * b.sum())
+
+
+def test_hoist_is_bitwise():
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        found = []
+        for use in ([], [passes.bucket], [passes.bucket, passes.hoist, passes.overlap]):
+            counted = Counted()
+            specs = (sl.specs(Layers), "model")
+            step = sl.step(loss_of(counted, True), sl.optim.sgd(0.1), layout=sl.zero(specs, stage=3))
+            params = Layers(w=draw(LAYERS, 6, 4), out=draw(LAYERS, 4, 6)), draw(6)
+            state, batch = step.init(sl.shard(params, specs)), sl.shard(draw(8, 6), "batch/dp model")
+            state, _ = sl.jit(step, passes=use)(state, batch)
+            found.append(tree.leaves(sl.gather(state.params)))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
