@@ -140,25 +140,25 @@ def shardlib(size: Size, rank: int, stage: int = 0, tp: bool = False, backend: s
 # name: (what makes the step, its options, the group of things that do the same)
 PEERS: dict[str, tuple[Callable[..., Step], dict[str, Any], str]] = {
     "single": (single, {}, "compute alone"),
-    "single, compiled": (single, dict(compiled=True), "compute alone"),
+    "single compiled": (single, dict(compiled=True), "compute alone"),
     "DDP": (ddp, {}, "data parallel"),
-    "DDP, compiled": (ddp, dict(compiled=True), "data parallel"),
+    "DDP compiled": (ddp, dict(compiled=True), "data parallel"),
     "shardlib dp": (shardlib, {}, "data parallel"),
-    "shardlib dp, regional": (shardlib, dict(backend="regional"), "data parallel"),
+    "shardlib dp regional": (shardlib, dict(backend="regional"), "data parallel"),
     "DeepSpeed ZeRO-1": (deepspeed_zero, dict(stage=1), "ZeRO-1"),
     "shardlib ZeRO-1": (shardlib, dict(stage=1, gather="forward"), "ZeRO-1"),
-    "shardlib ZeRO-1, regional": (shardlib, dict(stage=1, gather="forward", backend="regional"), "ZeRO-1"),
+    "shardlib ZeRO-1 regional": (shardlib, dict(stage=1, gather="forward", backend="regional"), "ZeRO-1"),
     "DeepSpeed ZeRO-2": (deepspeed_zero, dict(stage=2), "ZeRO-2"),
     "shardlib ZeRO-2": (shardlib, dict(stage=2, gather="forward"), "ZeRO-2"),
-    "shardlib ZeRO-2, regional": (shardlib, dict(stage=2, gather="forward", backend="regional"), "ZeRO-2"),
+    "shardlib ZeRO-2 regional": (shardlib, dict(stage=2, gather="forward", backend="regional"), "ZeRO-2"),
     "FSDP2": (fsdp, {}, "ZeRO-3"),
-    "FSDP2, compiled": (fsdp, dict(compiled=True), "ZeRO-3"),
+    "FSDP2 compiled": (fsdp, dict(compiled=True), "ZeRO-3"),
     "DeepSpeed ZeRO-3": (deepspeed_zero, dict(stage=3), "ZeRO-3"),
     "shardlib ZeRO-3": (shardlib, dict(stage=3), "ZeRO-3"),
-    "shardlib ZeRO-3, regional": (shardlib, dict(stage=3, backend="regional"), "ZeRO-3"),
+    "shardlib ZeRO-3 regional": (shardlib, dict(stage=3, backend="regional"), "ZeRO-3"),
     "DTensor tp": (dtensor_tp, {}, "tensor parallel"),
     "shardlib tp": (shardlib, dict(tp=True), "tensor parallel"),
-    "shardlib tp, regional": (shardlib, dict(tp=True, backend="regional"), "tensor parallel"),
+    "shardlib tp regional": (shardlib, dict(tp=True, backend="regional"), "tensor parallel"),
 }
 
 
