@@ -89,12 +89,15 @@ class _Body:
         return tree.unflatten(structure, [m.label(here, m.empty()) for m in results])
 
     def _traced(self, args: Any) -> Any:
-        here, piece = region(), region().piece
         try:
-            captured, remade = lifted(self.f)
-        except SpecError:
+            return self._called(args)
+        except Exception:  # what the user did wrong is told where `f` runs as it is
             self.alone = False
             return self.f(*args)
+
+    def _called(self, args: Any) -> Any:
+        here, piece = region(), region().piece
+        captured, remade = lifted(self.f)
         values, treedef = tree.flatten((args, captured, piece and piece.at))
         at = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
         tensors = [values[i] for i in at]
@@ -118,18 +121,8 @@ class _Body:
                 self.seen[key] = made, added("layer", made.forward), added("layer_backward", made.backward)
             return self.seen[key]
 
-        try:
-            with _plain():
-                out: Any = _Layer.apply(graphs, diff, *tensors)
-        except Exception:  # what the user did wrong is told where `f` runs as it is
-            import traceback
-
-            traceback.print_exc()
-            import traceback
-
-            traceback.print_exc()
-            self.alone = False
-            return self.f(*args)
+        with _plain():
+            out: Any = _Layer.apply(graphs, diff, *tensors)
         made = graphs()[0]
         return tree.unflatten(made.structure, out[: len(made.results)])
 

@@ -198,6 +198,25 @@ def test_dropout_in_micro_batches():
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
+def test_prints_of_every_turn(capsys):
+    def body(x: Tensor, ws: Tensor) -> Any:
+        def turn(c: Tensor, w: Tensor) -> Any:
+            sl.debug.print("carry {:.2f}", c.sum())
+            return (c * w).T.contiguous().T, None
+
+        return sl.value_and_grad(lambda w: sl.psum(sl.scan(turn, x, w)[0].sum(), "dp"))(ws)
+
+    args = (torch.ones(2, 3, dtype=F64), "b/dp n"), (torch.full((3, 3), 2.0, dtype=F64), "layers n")
+    found = []
+    for jitted in (False, True):
+        value, gradient = on_dp(body, *args, out=("", "layers n"), jitted=jitted)
+        assert value == 48 and torch.equal(gradient, torch.full((3, 3), 8.0, dtype=F64))
+        found.append(
+            sorted(line.split("carry ")[1] for line in capsys.readouterr().out.splitlines() if "carry" in line)
+        )
+    assert found[0] == found[1] == sorted(["3.00", "6.00", "12.00"] * 2)
+
+
 def test_lifted_reaches_what_functions_capture():
     a, b, c = draw(1), draw(2), draw(3)
 

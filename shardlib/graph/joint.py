@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 from shardlib import tree
 from shardlib.autodiff import as_gradient, distinct, dual
 from shardlib.errors import SpecError
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased, arg, at_rest, clean, inputs, outputs, roots
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, aliased, arg, at_rest, clean, inputs, outputs, roots
 from shardlib.graph.trace import Meta, meta, trace
 from shardlib.insert import per_device
 from shardlib.types import Region
@@ -72,7 +72,7 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
                 (out, rest), pull = of_floats(), lambda _: ()
             given = []
             for y in out:
-                stand_in = torch.empty_like(y)
+                stand_in = torch.empty(y.shape, dtype=y.dtype, device=y.device)
                 inner.set_type(stand_in, dual(inner.type_of(y)))
                 given.append(stand_in)
             with torch.no_grad():
@@ -113,8 +113,10 @@ def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModul
     """The graphs of both passes, what is kept between them, and which inputs the second reads."""
     order, ends, given = list(module.graph.nodes), outputs(module.graph), inputs(module.graph)
     first = _ancestors(ends[:results])
+    acting = [n for n in order if acts(n)]
+    first |= {n for n in acting if first.issuperset(n.all_input_nodes)}
     stand_ins = {n.meta["cotangent"]: n for n in order if "cotangent" in n.meta}
-    second = _ancestors(ends[results:]) - first - {*given} - {*stand_ins.values()}
+    second = _ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]
     for a in read:  # grows
         if a not in second and a in first and _again(a):
