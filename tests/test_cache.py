@@ -1,6 +1,8 @@
 """`jit(cache=)`: one rank traces, the others and the next run load; nothing that differs is ever taken."""
 
+import contextlib
 import functools
+import io
 import json
 import os
 import subprocess
@@ -12,30 +14,36 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import Tensor
 from torch.fx import GraphModule
 
 import shardlib as sl
 from shardlib import tree
 from shardlib.graph import trace
+from tests.ranks import on_ranks
 
 F64 = torch.float64
 SPECS = {"w": "m/dp n", "b": ""}
 JIT: Any = sys.modules["shardlib.jit"]
 
 
-@pytest.fixture
-def traces(monkeypatch):
-    """A list that grows with every program that is traced."""
+def counted() -> list[str]:
+    """A list that grows with every program that this process traces from now on."""
     made: list[str] = []
 
     def counting(f: Any, metas: Any, name: str) -> GraphModule:
         made.append(name)
         return trace.trace(f, metas, name)
 
-    monkeypatch.setattr(JIT, "trace", counting)
+    JIT.trace = counting
     return made
+
+
+@pytest.fixture
+def traces():
+    held = JIT.trace
+    yield counted()
+    JIT.trace = held
 
 
 def loss(p: Any, batch: Tensor) -> sl.Mean:
@@ -124,8 +132,9 @@ def test_results_are_classes_constants_and_plain_tensors(tmp_path, traces):
 # ---- one rank traces for all
 
 
-def test_the_first_rank_traces_for_all(tmp_path, traces):
+def test_the_first_rank_traces_for_all(tmp_path):
     def body() -> Any:
+        traces = counted()
         with sl.make_mesh(dp=2, timeout=20) as mesh:
             x = sl.shard(torch.arange(4.0), "n/dp")
             whole = sl.jit(sl.gather, cache=tmp_path / "shared")(
@@ -143,9 +152,9 @@ def test_the_first_rank_traces_for_all(tmp_path, traces):
     assert files == ["of_rank0 loss", "of_rank1 loss", "shared gather", "shared loss"]
 
 
-def test_the_first_rank_fails_or_has_no_key(tmp_path, traces, capfd):
-    def body() -> list[str]:
-        with sl.make_mesh(dp=2, timeout=20) as mesh:
+def test_the_first_rank_fails_or_has_no_key(tmp_path):
+    def body() -> list[Any]:
+        with sl.make_mesh(dp=2, timeout=20) as mesh, contextlib.redirect_stderr(io.StringIO()) as said:
 
             def f(x: Tensor) -> Tensor:
                 if mesh.rank == 0:
@@ -164,24 +173,26 @@ def test_the_first_rank_fails_or_has_no_key(tmp_path, traces, capfd):
                     out.append(sl.jit(sl.shard_map(g, in_specs=None, out_specs="..."), cache=tmp_path)(x).local())
                 except Exception as e:
                     out.append(str(e).split(":")[0])
-            return [x if isinstance(x, str) else x.tolist() for x in out]
+            return [*(x if isinstance(x, str) else x.tolist() for x in out), said.getvalue()]
 
     def pairs() -> list[Any]:
-        with sl.make_mesh(dp=2, timeout=20) as mesh:
+        traces = counted()
+        with sl.make_mesh(dp=2, timeout=20) as mesh, contextlib.redirect_stderr(io.StringIO()) as said:
 
             def own(x: Tensor) -> Tensor:
                 return x * sl.current_mesh().index("dp")
 
             x = sl.shard(torch.ones(4), "n/dp")
             f = sl.jit(sl.shard_map(own, in_specs="n/dp", out_specs="n/dp"), cache=tmp_path)
-            return [mesh.rank, f(x).local().tolist(), len(traces)]
+            return [mesh.rank, f(x).local().tolist(), len(traces), said.getvalue()]
 
     first, second = on_ranks(2, body)
     assert first[:2] == ["no", [4.0, 4.0]] and second[:2] == ["rank 0 failed in its first call of `f`", [4.0, 4.0]]
-    said = capfd.readouterr().err
+    said = first[-1] + second[-1]
     assert "shardlib: <lambda> is not cached: `table` in " in said and said.count("a tensor") == 1
-    assert on_ranks(2, pairs) == [[0, [0.0, 0.0], 1], [1, [1.0, 1.0], 1]]
-    assert "own is not cached: its program holds the rank, from mesh.index" in capfd.readouterr().err
+    first, second = on_ranks(2, pairs)
+    assert first[:3] == [0, [0.0, 0.0], 1] and second[:3] == [1, [1.0, 1.0], 1]
+    assert "own is not cached: its program holds the rank, from mesh.index" in first[-1] + second[-1]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ F64 = torch.float64
 NAP = 0.1
 
 
-@torch.library.custom_op("shardlib_test::nap", mutates_args=())
-def nap(x: Tensor, index: Tensor) -> Tensor:
-    """`x`, late on ranks that come later."""
-    time.sleep(NAP * index.item())
-    return x.clone()
+def napping() -> Callable[[Tensor, Tensor], Tensor]:
+    """An op that gives its first operand, late on ranks that come later; made in the process that runs it."""
 
+    @torch.library.custom_op("shardlib_test::nap", mutates_args=())
+    def nap(x: Tensor, index: Tensor) -> Tensor:
+        time.sleep(NAP * index.item())
+        return x.clone()
 
-@nap.register_fake
-def _(x: Tensor, index: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    nap.register_fake(lambda x, index: torch.empty_like(x))
+    return nap
 
 
 def loss(params: Any, batch: Tensor) -> sl.Mean:
@@ -65,10 +66,12 @@ def test_the_steps_are_those_of_the_function(donate: Any, axes: Any, tmp_path: P
 
 
 def test_processes_wait_for_the_late_one(tmp_path: Path):
-    def late(x: Tensor) -> Tensor:
-        return sl.psum(sl.pending(nap(x, sl.axis_index("dp")).sum(), "dp"), "dp")
-
     def body() -> Any:
+        nap = napping()
+
+        def late(x: Tensor) -> Tensor:
+            return sl.psum(sl.pending(nap(x, sl.axis_index("dp")).sum(), "dp"), "dp")
+
         with sl.make_mesh(dp=2) as mesh:
             f = sl.jit(sl.shard_map(late, in_specs=None, out_specs=""))
             found = sl.profile(f, sl.shard(torch.ones(4, dtype=F64), "n/dp"), steps=2, dir=tmp_path)
