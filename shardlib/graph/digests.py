@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from shardlib.errors import is_users
+from shardlib.graph.lines import line_of
 from shardlib.graph.nodes import inputs
 from shardlib.graph.program import Collective, sends
 
@@ -26,8 +25,8 @@ def _title(node: Node, one: Collective) -> str:
 
 def place(node: Node) -> list[str]:
     """The user's line that made a node, `model.py:31`, if it is known."""
-    frames = re.findall(r'File "([^"\n]+)", line (\d+)', node.stack_trace or "")
-    return [f"{os.path.basename(file)}:{line}" for file, line in frames if is_users(file)][-1:]
+    found = line_of(node)
+    return [f"{os.path.basename(found[0])}:{found[1]}"] if found else []
 
 
 def fingerprint(module: GraphModule, strict: bool) -> list[str]:

@@ -44,6 +44,10 @@ def hoist(module: GraphModule) -> GraphModule:
     return dead_code(module)
 
 
+def _phases(node: Node) -> dict[str, Any]:
+    return {k: node.meta[k] for k in ("forward", "backward", "remat") if k in node.meta}
+
+
 def _gather(wait: Node) -> list[Node] | None:
     """The nodes that gather inputs for a wait, in order, if they do nothing else."""
     start = arg(wait)
@@ -64,7 +68,7 @@ def _before(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
         with call.graph.inserting_before(call):
             for n in chain:
                 copies[n] = call.graph.node_copy(n, copies.__getitem__)
-                copies[n].meta |= {k: v for k, v in call.meta.items() if k in ("forward", "backward", "remat")}
+                copies[n].meta |= _phases(call)
         call.args = (*call.args, copies[chain[-1]])
     last = given[-1]
     with graph.inserting_after(last):
@@ -100,7 +104,7 @@ def _after(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
         for n in chain:
             with call.graph.inserting_after(at):
                 at = copies[n] = call.graph.node_copy(n, copies.__getitem__)
-            at.meta |= {k: v for k, v in call.meta.items() if k in ("forward", "backward", "remat")}
+            at.meta |= _phases(call)
         for i, end in enumerate(ends):
             if end in chain and i in read:
                 read[i].replace_all_uses_with(copies[end])

@@ -1,6 +1,6 @@
 """A function's forward and backward pass as two graphs, traced at once and cut between what is kept and what is not."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -13,7 +13,20 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 from shardlib import tree
 from shardlib.autodiff import as_gradient, distinct, dual
 from shardlib.errors import SpecError
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, aliased, arg, at_rest, clean, inputs, outputs, roots
+from shardlib.graph.nodes import (
+    ARRANGE,
+    STARTS,
+    WAIT,
+    acts,
+    aliased,
+    ancestors,
+    arg,
+    at_rest,
+    clean,
+    inputs,
+    outputs,
+    roots,
+)
 from shardlib.graph.trace import Meta, meta, trace
 from shardlib.insert import per_device
 from shardlib.types import Region
@@ -112,11 +125,11 @@ def _plain(node: Node, here: Region) -> Meta:
 def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModule, GraphModule, list[Node], list[int]]:
     """The graphs of both passes, what is kept between them, and which inputs the second reads."""
     order, ends, given = list(module.graph.nodes), outputs(module.graph), inputs(module.graph)
-    first = _ancestors(ends[:results])
+    first = ancestors(ends[:results])
     acting = [n for n in order if acts(n)]
     first |= {n for n in acting if first.issuperset(n.all_input_nodes)}
     stand_ins = {n.meta["cotangent"]: n for n in order if "cotangent" in n.meta}
-    second = _ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
+    second = ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]
     for a in read:  # grows
         if a not in second and a in first and _again(a):
@@ -140,17 +153,6 @@ def _refuse_writes_across(graph: Graph, first: set[Node], second: set[Node]) -> 
         touch = {n for n, rs in held.items() if rs & into}
         if touch and not ((node in first and not touch & second) or (node in second and not touch & first)):
             raise SpecError("a layer writes into a value that both passes read")
-
-
-def _ancestors(ends: Iterable[Node]) -> set[Node]:
-    found: set[Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def _again(node: Node) -> bool:

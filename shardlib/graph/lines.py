@@ -66,8 +66,8 @@ def _users_calls(frame: FrameType | None, start: FrameType, whose: dict[CodeType
 
 def line_of(node: Node) -> tuple[str, int] | None:
     """The file and number of the innermost of the user's lines that made a node."""
-    places = _PLACE.findall(node.stack_trace or "")
-    return (places[-1][0], int(places[-1][1])) if places else None
+    places = [(file, int(line)) for file, line in _PLACE.findall(node.stack_trace or "") if is_users(file)]
+    return places[-1] if places else None
 
 
 def said_at(node: Node) -> str:

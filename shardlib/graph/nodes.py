@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -137,21 +137,29 @@ def outputs(graph: torch.fx.Graph) -> list[Any]:
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
+def ancestors(ends: Iterable[Node], known: Set[Node] = frozenset()) -> set[Node]:
+    """The nodes that some are computed from, themselves included, but for those that are known already."""
+    found: set[Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in known:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def dead_code(module: GraphModule) -> GraphModule:
     """Remove every node that no output needs. A write in place is needed where its storage is, what `acts` always."""
     graph = module.graph
     held = roots(graph)
     writes = [(n, {r for a in into for r in held[a]}) for n in graph.nodes if (into := aliased(n, written=True))]
     needed: set[Node] = set()
-    stack = [n for n in graph.nodes if n.op in ("output", "placeholder") or acts(n)]
-    while stack:
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
+    ends = [n for n in graph.nodes if n.op in ("output", "placeholder") or acts(n)]
+    while ends:
+        needed |= ancestors(ends, needed)
         live = {r for n in needed for r in held[n]}
-        stack = [n for n, into in writes if n not in needed and into & live]
+        ends = [n for n, into in writes if n not in needed and into & live]
     for node in reversed(list(graph.nodes)):
         if node not in needed:
             graph.erase_node(node)

@@ -169,7 +169,8 @@ def _with_islands_compiled(module: GraphModule, made: dict[str, Any]) -> GraphMo
         if isinstance(child, Island):
             key = str([(str(n.target), n.args, n.kwargs, n.meta.get("val")) for n in child.graph.nodes])
             if key not in made:
-                made[key] = _Boxes(_compiled(child))
+                run = _compiled(child)
+                made[key] = _Compiled(lambda *xs, run=run: run(list(xs)))
             setattr(out, name, made[key])
         elif isinstance(child, GraphModule):
             setattr(out, name, _with_islands_compiled(child, made))
@@ -228,27 +229,15 @@ def _inductor(module: GraphModule) -> Run:
     return _generated(split)
 
 
-class _Boxes(torch.nn.Module):
-    """A function of a list as a module of several arguments."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *xs: Tensor) -> list[Tensor]:
-        return self.run(list(xs))
-
-
 class _Compiled(torch.nn.Module):
-    def __init__(self, run: Any) -> None:
+    """A function of tensors as a module that a graph can call."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self.run = run
 
     def forward(self, *xs: Tensor) -> Any:
-        out = self.run(*xs)
-        return out[0] if isinstance(out, (list, tuple)) and len(out) == 1 and self.single else out
-
-    single = False
+        return self.run(*xs)
 
 
 def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
