@@ -13,6 +13,7 @@ import shardlib as sl
 from shardlib import passes, tree
 from shardlib.graph.nodes import STARTS
 from shardlib.scan import lifted
+from tests.ranks import on_ranks
 
 F64 = torch.float64
 LAYERS = 5
@@ -83,6 +84,20 @@ def test_traced_once_and_equal_to_the_loop(stage, remat, accumulate):
     assert calls == 1 + 2 * (1 + remat)
     assert {c.times for c in program.collectives() if c.graph == "layer"} == {accumulate}
     assert {c.times for c in program.collectives() if c.graph == "layer_2"} == {(LAYERS - 1) * accumulate}
+
+
+def test_on_processes():
+    """gloo's own form of a scatter, whose wait is the caller's."""
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        plain = trained(False, 3, True, 2)[0]
+
+    def body() -> Any:
+        with sl.make_mesh(dp=2, tp=1):
+            return trained(True, 3, True, 2)[0]
+
+    for got in on_ranks(2, body):
+        for a, b in zip(plain, got, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
