@@ -1,5 +1,7 @@
 """Before a program first runs on several processes, they compare what they call and what it sends."""
 
+import contextlib
+import io
 import re
 from typing import Any
 
@@ -101,6 +103,72 @@ def test_collectives_that_cannot_meet_are_refused_without_debug():
     first, second = on_ranks(2, body)
     assert first == second and "number 1 is\n  rank 0: psum `" in first
     assert re.search(r"rank 1: psum `\w+` over `dp`, float32\[4\]", first)
+
+
+MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
+    "order": (
+        lambda x: sl.pmax(x, "dp") + sl.psum(x[:1], "dp"),
+        lambda x: sl.psum(x[:1], "dp") + sl.pmax(x, "dp"),
+        r"pmax `\w+` over `dp`, float32\[2\]",
+        r"psum `\w+` over `dp`, float32\[1\]",
+    ),
+    "op": (
+        lambda x: sl.psum(x, "dp"),
+        lambda x: sl.pmax(x, "dp"),
+        r"psum `0` over `dp`, float32\[2\]",
+        r"pmax `0` over `dp`, float32\[2\]",
+    ),
+    "axis": (
+        lambda x: sl.psum(sl.pvary(x, "tp"), ("dp", "tp")),
+        lambda x: sl.psum(sl.psum(sl.pvary(x, "tp"), "tp"), "dp"),
+        r"psum `0` over `dp,tp`, float32\[2\]",
+        r"psum `0` over `tp`, float32\[2\]",
+    ),
+    "dtype": (
+        lambda x: sl.psum(x.double(), "dp").float(),
+        lambda x: sl.psum(x, "dp"),
+        r"psum `0` over `dp`, float64\[2\]",
+        r"psum `0` over `dp`, float32\[2\]",
+    ),
+    "shape": (
+        lambda x: sl.psum(x.sum(), "dp") + x,
+        lambda x: sl.psum(x, "dp"),
+        r"psum `0` over `dp`, float32\[\]",
+        r"psum `0` over `dp`, float32\[2\]",
+    ),
+    "who sends to whom": (
+        lambda x: sl.ppermute(x, "dp", [(0, 1)]),
+        lambda x: sl.ppermute(x, "dp", [(1, 0)]),
+        r"ppermute `0` over `dp`, float32\[2\], test_meeting.py:\d+ \(with \[\[-1, 0\]\]\)",
+        r"ppermute `0` over `dp`, float32\[2\], test_meeting.py:\d+ \(with \[\[1, -1\]\]\)",
+    ),
+    "a turn of a loop": (
+        lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=3)[0],
+        lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=4)[0],
+        r"psum `0` over `dp`, float32\[2\], .* 2 times in layer_1\)",
+        r"psum `0` over `dp`, float32\[2\], .* 3 times in layer_1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_mismatches_are_refused_before_anything_is_sent(cached, tmp_path):
+    """Each kind, with programs from files too, on all ranks at once and without the debug mode."""
+
+    def body() -> list[str]:
+        said = []
+        with sl.make_mesh(dp=2, tp=1, timeout=30) as mesh, contextlib.redirect_stderr(io.StringIO()):
+            for f, g, _, _ in MISMATCHES.values():
+                for _ in range(1 + cached):
+                    run = sl.shard_map(g if mesh.rank else f, in_specs="n/dp", out_specs="...")
+                    said.append(raised(lambda run=run: sl.jit(run, cache=tmp_path if cached else None)(ones())))
+        return said
+
+    first, second = on_ranks(2, body)
+    assert first == second and len(first) == len(MISMATCHES) * (1 + cached)
+    for name, text in zip([n for n in MISMATCHES for _ in range(1 + cached)], first, strict=True):
+        want = "RankError: ranks disagree on the collectives of `<lambda>`; number 1 is\n  rank 0: {}.*\n  rank 1: {}"
+        assert re.match(want.format(*MISMATCHES[name][2:]), text), (name, text)
 
 
 def test_one_rank_fails_while_it_traces():

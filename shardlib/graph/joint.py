@@ -128,6 +128,9 @@ def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModul
     first = ancestors(ends[:results])
     acting = [n for n in order if acts(n)]
     first |= {n for n in acting if first.issuperset(n.all_input_nodes)}
+    for n in order:  # of several results all, also those that the second pass alone reads
+        if n.target is getitem and arg(n) in first:
+            first.add(n)
     stand_ins = {n.meta["cotangent"]: n for n in order if "cotangent" in n.meta}
     second = ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]
