@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.digests import titles
-from shardlib.graph.program import waits
+from shardlib.graph.nodes import waits
 from shardlib.mesh import Mesh
 
 LIMIT = 1 << 20  # bytes of a file

@@ -109,7 +109,7 @@ class Meeting:
         if at is None:
             return ""
         titles = {r: (c["titles"][at : at + 1] or ["none"])[0] for r, c in come.items()}
-        if len(set(titles.values())) == 1:
+        if len({t.rpartition("]")[0] for t in titles.values()}) == 1:  # but for the line of code
             parts = {r: c["fingerprint"][at].split("\t") for r, c in come.items()}
             told = {
                 r: [x for x, *xs in zip(p, *parts.values(), strict=False) if {*xs} != {x}] for r, p in parts.items()

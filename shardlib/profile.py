@@ -15,8 +15,8 @@ from torch.fx.node import map_arg
 from shardlib import tree, wire
 from shardlib.errors import SpecError
 from shardlib.graph.lines import line_of
-from shardlib.graph.nodes import STARTS, WAIT, inputs, op_name, outputs
-from shardlib.graph.program import Collective, sends, waits
+from shardlib.graph.nodes import STARTS, WAIT, inputs, op_name, outputs, waits
+from shardlib.graph.program import Collective, sends
 from shardlib.graph.timeline import Span, save_spans, told
 from shardlib.jit import Jitted
 from shardlib.mesh import Mesh

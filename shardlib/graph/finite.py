@@ -13,8 +13,7 @@ from torch.fx.node import has_side_effect
 from shardlib import wire
 from shardlib.errors import ShardError
 from shardlib.graph.lines import said_at
-from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, emit, inputs, op_name, outputs, roots
-from shardlib.graph.program import waits
+from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, emit, inputs, op_name, outputs, roots, waits
 from shardlib.mesh import current_mesh
 from shardlib.phases import part_of
 
@@ -88,7 +87,7 @@ class _Table:
         read = [n for n in node.all_input_nodes if n not in written or n in node.args]  # out= is not read
         operands = sorted({self.at[r] for n in read for r in self.roots[n] if r in self.at})
         if node.target is WAIT:
-            start = self.waits.get(node, arg(node))  # the start of another graph has shown its operands there
+            start = self.waits.get(node) or arg(node)  # the start of another graph has shown its operands there
             self.take(node, start, [self.at[r] for r in self.roots.get(arg(start), ()) if r in self.at], node.next)
         elif written:
             for x in written:

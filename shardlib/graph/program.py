@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx.passes.split_module import split_module
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.fuse import Island
-from shardlib.graph.nodes import STARTS, WAIT, arg, group, inputs, outputs, size_of
+from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
 from shardlib.phases import part_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -76,30 +75,6 @@ def sends(
         if node.target in STARTS:
             out[node] = _collective(node, graph, times, known)
     return out
-
-
-def waits(module: GraphModule) -> dict[Node, Node]:
-    """For every wait of a program the collective that it waits for, which a called graph may have started (`hoist`)."""
-    found: dict[Node, Node] = {}
-
-    def started(module: Any) -> list[Node | None]:
-        """What the results of a graph are, where they are still on the wire."""
-        of: dict[Node, Node] = {}
-        called: dict[Node, list[Node | None]] = {}
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                called[node] = started(module.get_submodule(node.target))
-            elif node.target in STARTS:
-                of[node] = node
-            elif node.target is getitem and arg(node) in called:
-                start = called[arg(node)][arg(node, 1)]
-                of |= {node: start} if start else {}
-            elif node.target is WAIT and arg(node) in of:
-                found[node] = of[arg(node)]
-        return [of.get(x) if isinstance(x, Node) else None for x in outputs(module.graph)]
-
-    started(module)
-    return found
 
 
 def group_names(module: GraphModule) -> list[str]:
