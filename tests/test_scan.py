@@ -182,6 +182,8 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "integers beside": lambda c, x: (torch.where(torch.arange(3) > 0, c * x, c), None),
     "two results are one": lambda c, x: (c * x, c * x),
     "the carry as it was": lambda c, x: (c, c * x),
+    "in place": lambda c, x: ((c * x).sin_().mul_(2), (x * 2).exp_()),
+    "in place into views": lambda c, x: ((c * x).sin_(), (x * 1).view(3, 1)[1:].cos_()),
 }
 
 
