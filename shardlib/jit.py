@@ -26,7 +26,7 @@ from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.log import Log, telling, wanted
 from shardlib.meeting import Meeting
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import Mesh, TracedMesh, current_mesh
 from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import shards_of, tracing
@@ -271,7 +271,7 @@ class Jitted:
                 )
 
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Program:
-        mesh = current_mesh()
+        mesh = TracedMesh.of(current_mesh())
         tensors = _distinct(flat)
         for x in tensors:
             if isinstance(x, Array) and x.mesh.shape != mesh.shape:
@@ -297,7 +297,8 @@ class Jitted:
             kept[:] = [list(map(once(result), out)), structure]
             return values
 
-        module = trace(run, [meta(shards_of(x)[0]) for x in tensors], self.__name__)
+        with mesh:
+            module = trace(run, [meta(shards_of(x)[0]) for x in tensors], self.__name__)
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
         for node, x in zip(graph_inputs(module.graph), tensors, strict=True):
             node.meta["path"] = where[id(x)]
@@ -306,8 +307,9 @@ class Jitted:
         ends = zip(kept[0], tree.paths(tree.unflatten(kept[1], kept[0])), strict=True)
         paths = {r.position: path for r, path in reversed(list(ends)) if r.position >= 0}
         module.graph.output_node().meta["paths"] = [paths[i] for i in range(len(paths))]
-        module = applied(self.passes, module)
-        return Program(module, [(r.spec, r.shape, r.constant, r.position) for r in kept[0]], kept[1])
+        with mesh:
+            module = applied(self.passes, module)
+        return Program(module, [(r.spec, r.shape, r.constant, r.position) for r in kept[0]], kept[1], mesh.asked)
 
 
 def _distinct(flat: Sequence[Any]) -> list[Tensor]:

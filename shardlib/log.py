@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.digests import titles
-from shardlib.graph.nodes import WAIT
+from shardlib.graph.nodes import waits
 from shardlib.mesh import Mesh
 
 LIMIT = 1 << 20  # bytes of a file
@@ -45,7 +45,7 @@ class Log:
 
     def __init__(self, folder: str, rank: int) -> None:
         self.call, self.steps, self.number = 0, dict[str, int](), 0
-        self.name, self.running = "", dict[str, int]()
+        self.name, self.running = "", dict[str, list[int]]()
         self.path = Path(folder, f"rank{rank}.log") if folder else None
         self.file, self.size = -1, 0
         if self.path is not None:
@@ -71,12 +71,14 @@ class Log:
     def start(self, text: str) -> None:
         """A collective starts."""
         self.number += 1
-        self.running[text] = self.number
+        self.running.setdefault(text, []).append(self.number)
         self.write("start", self.number, text)
 
     def done(self, text: str) -> None:
         """It has been waited for."""
-        self.write("done", self.running.pop(text), text)
+        first, *rest = self.running.pop(text)  # of a graph that is called again before it is waited for
+        self.running |= {text: rest} if rest else {}
+        self.write("done", first, text)
 
     def around(self, run: Run, name: str, mesh: str) -> Run:
         """`run`, a program whose collectives tell this log; its errors say in which of them they came up."""
@@ -89,7 +91,7 @@ class Log:
             try:
                 out = run(inputs)
             except Exception as e:
-                waited = ", ".join(f"{text} (#{n})" for text, n in self.running.items()) or "no collective"
+                waited = ", ".join(f"{text} (#{n})" for text, ns in self.running.items() for n in ns) or "no collective"
                 e.add_note(f"in call {self.steps[name]} of `{name}`, where it waited for {waited}")
                 raise
             self.write("return")
@@ -113,12 +115,15 @@ def wanted(mesh: Mesh) -> Log | None:
 
 def telling(module: GraphModule, log: Log) -> GraphModule:
     """The program with a call of the log before each collective, and one after it has been waited for."""
-    for node, text in _named(titles(module)).items():
-        ends = [u for u in node.users if u.target is WAIT] or [node]
+    ends = waits(module)
+    named = _named(titles(module))
+    for node, text in named.items():
         with node.graph.inserting_before(node):
             node.graph.call_function(log.start, (text,))
-        with node.graph.inserting_after(ends[0]):
-            node.graph.call_function(log.done, (text,))
+    alone = {node: node for node in named if node not in ends.values()}  # done when they return
+    for end, node in (ends | alone).items():
+        with end.graph.inserting_after(end):
+            end.graph.call_function(log.done, (named[node],))
     return module
 
 

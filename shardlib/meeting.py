@@ -109,8 +109,12 @@ class Meeting:
         if at is None:
             return ""
         titles = {r: (c["titles"][at : at + 1] or ["none"])[0] for r, c in come.items()}
-        if len(set(titles.values())) == 1:
-            titles = {r: f"{t} (computed as {come[r]['fingerprint'][at].split()[-1]})" for r, t in titles.items()}
+        if len({t.rpartition("]")[0] for t in titles.values()}) == 1:  # but for the line of code
+            parts = {r: c["fingerprint"][at].split("\t") for r, c in come.items()}
+            told = {
+                r: [x for x, *xs in zip(p, *parts.values(), strict=False) if {*xs} != {x}] for r, p in parts.items()
+            }
+            titles = {r: f"{t} ({', '.join(told[r])})" for r, t in titles.items()}
         return f"ranks disagree on the collectives of `{self.name}`; number {at + 1} is\n{by_rank(titles)}"
 
     def _wait(self, key: str, rank: int, *others: str) -> None:

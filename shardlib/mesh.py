@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -147,6 +147,26 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.name}{', simulated' if self.simulate else f', rank {self.rank}'})"
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMesh(Mesh):
+    """A mesh while a program is traced. `asked`: whether the program holds the rank of this process."""
+
+    asked: bool = False
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "TracedMesh":
+        return cls(**{f.name: getattr(mesh, f.name) for f in fields(Mesh)})
+
+    def group(self, axes: Sequence[str]) -> str:
+        """Its name alone: a process group is made by all of its ranks, once they have agreed on the program."""
+        return f"{self.name}/{','.join(axes)}"
+
+    def index(self, axes: Axes) -> int:
+        """As on any mesh; it is noted."""
+        object.__setattr__(self, "asked", True)
+        return super().index(axes)
 
 
 _current: list[Mesh] = []

@@ -135,10 +135,10 @@ def _reduced(args: Sequence[Args]) -> Tensor:
     (x, op), others = args[0][:2], args[1:]
     if op not in REDUCE:
         raise RankError(f"`{op}` is no reduction; use {listing(REDUCE)}")
-    out = x.clone()
+    out = x.to(torch.float32) if x.is_floating_point() and x.dtype.itemsize < 4 else x.clone()
     for y in others:
         REDUCE[op](out, y[0], out=out)
-    return out.div_(len(args)) if op == "avg" else out
+    return (out.div_(len(args)) if op == "avg" else out).to(x.dtype)
 
 
 def _each(x: Tensor, n: int) -> list[Tensor]:
@@ -202,7 +202,7 @@ def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None =
     """What an op of `MEET` or `OWN` gives to each member of one group; `wait` gives what it is given.
 
     `operands`: the op's arguments on each member, in the group's order; so are the results, each a tensor of its own.
-    Sums run in that order and in the operands' dtype, so members get the same bits; `max` and `min` keep a NaN, which
+    Sums run in that order, of 16-bit values in float32, so members get the same bits; `max` and `min` keep a NaN, which
     gloo may lose. `ranks` names the members in errors. Raises `RankError` when the members disagree on shape, dtype or
     arguments, or when these make no collective.
     """

@@ -128,6 +128,13 @@ def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModul
     first = ancestors(ends[:results])
     acting = [n for n in order if acts(n)]
     first |= {n for n in acting if first.issuperset(n.all_input_nodes)}
+    held = roots(module.graph)
+    for i, n in enumerate(order):
+        into = {r for a in aliased(n, written=True) for r in held[a]} if n in first else set()
+        if into:  # what is read before it is written (a copy, which the second pass wants) is read in the first
+            first |= ancestors(m for m in order[:i] if any(held[a] & into for a in m.all_input_nodes))
+        if n.target is getitem and arg(n) in first:  # of several results all, also those that the second alone reads
+            first.add(n)
     stand_ins = {n.meta["cotangent"]: n for n in order if "cotangent" in n.meta}
     second = ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]

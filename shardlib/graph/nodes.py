@@ -215,6 +215,30 @@ def wait_of(start: Node) -> Node:
     return wait
 
 
+def waits(module: GraphModule) -> dict[Node, Node]:
+    """For every wait of a program the collective that it waits for, which a called graph may have started (`hoist`)."""
+    found: dict[Node, Node] = {}
+
+    def started(module: Any) -> list[Node | None]:
+        """What the results of a graph are, where they are still on the wire."""
+        of: dict[Node, Node] = {}
+        called: dict[Node, list[Node | None]] = {}
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                called[node] = started(module.get_submodule(node.target))
+            elif node.target in STARTS:
+                of[node] = node
+            elif node.target is operator.getitem and arg(node) in called:
+                start = called[arg(node)][arg(node, 1)]
+                of |= {node: start} if start else {}
+            elif node.target is WAIT and arg(node) in of:
+                found[node] = of[arg(node)]
+        return [of.get(x) if isinstance(x, Node) else None for x in outputs(module.graph)]
+
+    started(module)
+    return found
+
+
 def group(start: Node) -> tuple[str, int]:
     """The name of the group that a collective runs over, and its size."""
     name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)
