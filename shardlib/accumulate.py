@@ -112,7 +112,7 @@ def planned(
                     f"step: `{what}.{other[0][0]}` is {type(other[0][1]).__name__}; state and batch are tensors"
                 )
         leaves = [[leaf for leaf in borders(None, t, mesh, "step") if leaf] for t in trees]
-        dtypes = [precision.computed(state.params), *([x.dtype for x in xs] for xs in flat[1:])]
+        dtypes = [precision.dtypes(state.params, precision.compute), *([x.dtype for x in xs] for xs in flat[1:])]
         structures = tuple(tree.flatten(t)[1] for t in trees)
         where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
         key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, places(flat[0]))

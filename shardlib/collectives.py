@@ -143,7 +143,7 @@ def _reduce(x: Tensor, axes: tuple[str, ...], op: str = "sum") -> Tensor:
     return wire.all_reduce(x, mesh.group(mesh.ordered(axes)), op) if axes else x.view_as(x)
 
 
-def _gather_pieces(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+def _gather_pieces(x: Tensor, axes: tuple[str, ...], dim: int, *_: Any) -> Tensor:
     mesh, axes = _wired(axes)
     for run in reversed(_runs(mesh, axes)):
         x = wire.all_gather(x, dim, mesh.size(run), mesh.group(run))
@@ -188,7 +188,7 @@ def _inverse(source: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _identity(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+def _identity(x: Tensor, *_: Any) -> Tensor:
     return x.view_as(x)
 
 
@@ -214,15 +214,10 @@ def _in_dtype(sum_: Callable[..., Tensor], g: Tensor, dtype: torch.dtype | None,
     return sum_(g, *static) if dtype is None else sum_(g.to(dtype), *static).to(g.dtype)
 
 
-_PVary = _function(
-    "pvary", "R", lambda x, axes, _: _identity(x, axes), lambda g, axes, dtype: _in_dtype(_psum, g, dtype, axes)
-)
+_PVary = _function("pvary", "R", _identity, lambda g, axes, dtype: _in_dtype(_psum, g, dtype, axes))
 _PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(_equal(g, axes), axes))
 _AllGather = _function(
-    "all_gather",
-    "R",
-    lambda x, axes, dim, _: _gather_pieces(x, axes, dim),
-    lambda g, axes, dim, dtype: _in_dtype(_psum_scatter, g, dtype, axes, dim),
+    "all_gather", "R", _gather_pieces, lambda g, axes, dim, dtype: _in_dtype(_psum_scatter, g, dtype, axes, dim)
 )
 _PSumScatter = _function("psum_scatter", "V", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
 _AllGatherInvariant = _function(

@@ -11,7 +11,7 @@ from shardlib.errors import SpecError, located
 from shardlib.loss_scale import Scaling, dynamic_scale, static_scale
 from shardlib.parts import once
 from shardlib.sharding import leaf_of, settle
-from shardlib.types import padding_allowed
+from shardlib.types import inside, padding_allowed
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -41,19 +41,15 @@ class Precision:
             return x if x.dtype == new else settle(x.to(new), leaf_of(x, "precision"))
 
         flat, treedef = tree.flatten(params)
-        specs = [leaf_of(x, "precision").spec for x in flat] if callable(self.keep) else flat
         with padding_allowed():
-            return tree.unflatten(treedef, map(once(one), flat, self._dtypes(params, specs, dtype)))
+            return tree.unflatten(treedef, map(once(one), flat, self.dtypes(params, dtype)))
 
-    def computed(self, params: Any) -> list[torch.dtype]:
-        """The dtypes in which parameters, arrays, enter a loss."""
-        return self._dtypes(params, [x.spec for x in tree.leaves(params)], self.compute)
-
-    def _dtypes(self, params: Any, specs: Any, dtype: torch.dtype | None) -> list[torch.dtype]:
-        flat, kept = tree.leaves(params), [False] * len(specs)
-        if self.keep is not None:
-            with located("precision: keep"):
-                kept = tree.choose(self.keep, tree.paths(params), specs)
+    def dtypes(self, params: Any, dtype: torch.dtype | None) -> list[torch.dtype]:
+        """What `cast` gives, leaf by leaf; also of parameters at rest."""
+        flat = tree.leaves(params)
+        specs = [leaf_of(x, "precision").spec if inside() else getattr(x, "spec", None) for x in flat]
+        with located("precision: keep"):
+            kept = [False] * len(flat) if self.keep is None else tree.choose(self.keep, tree.paths(params), specs)
         pairs = zip(flat, kept, strict=True)
         return [dtype if dtype and x.is_floating_point() and not stays else x.dtype for x, stays in pairs]
 
@@ -93,6 +89,13 @@ def precision(
     if scale is None and dtypes["compute"] == torch.float16:
         scale = dynamic_scale()
     return Precision(**dtypes, scale=scale if isinstance(scale, Scaling | None) else static_scale(scale), keep=keep)
+
+
+def checked(value: Precision | None, what: str) -> Precision:
+    """The precision that `what` was given; None: values stay as they are."""
+    if not isinstance(value, Precision | None):
+        raise SpecError(f"{what}: precision= is what sl.precision(compute='bf16') and its like return, not {value!r}")
+    return value or AS_IS
 
 
 def _dtype(what: str, said: Any) -> torch.dtype:

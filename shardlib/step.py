@@ -18,7 +18,7 @@ from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
 from shardlib.parts import once, part_of
 from shardlib.phases import phase
-from shardlib.precision import AS_IS, Precision
+from shardlib.precision import Precision, checked
 from shardlib.shard_map import shard_map
 from shardlib.state import check_key, gather, reshard, shard
 from shardlib.tree import pytree
@@ -45,7 +45,7 @@ def step(
     layout: Layout | None = None,
     accumulate: int | None = None,
     microbatch: int | None = None,
-    precision: Precision = AS_IS,
+    precision: Precision | None = None,
     clip: float | None = None,
     trainable: tree.Chooser | None = None,
 ) -> Any:
@@ -54,12 +54,14 @@ def step(
     `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
     parameters; `key` is one for the whole step, on all ranks and in all micro-batches: `dropout` draws by global row.
     `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the number of
-    micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    micro-batches, or `microbatch`: their rows per rank. `precision`: dtypes, and the scale of the loss, with which a
+    step whose gradients are not finite is skipped. `clip`: the largest global gradient norm.
     `trainable` (globs, or `(path, spec) -> bool`): the parameters that are trained; no others have a gradient or
     optimizer state. An array that stands at several places of `params` is one parameter, known by its first path.
-    Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
+    Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`; where
+    the loss is scaled `skipped` (0 or 1) and `scale`.
     """
-    grad_fn = value_and_grad(loss)
+    grad_fn, precision = value_and_grad(loss), checked(precision, "step")
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
     if not isinstance(optimizer, tuple) or not isinstance(layout, Layout | None) or (clip is not None and not clip > 0):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
@@ -136,14 +138,14 @@ def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def evaluate(
-    loss: Callable[..., Any], *, layout: Layout | None = None, precision: Precision = AS_IS
+    loss: Callable[..., Any], *, layout: Layout | None = None, precision: Precision | None = None
 ) -> Callable[..., Any]:
     """`(params, batch, key=, extra=) -> (Mean, metrics)`: the loss forward only, its sums over all ranks made.
 
     Means of several batches add up: `sum(valid(params, b)[0] for b in batches).value`; so do metrics that are Means.
     `key` and `extra`: for a loss that takes them.
     """
-    grad_fn = value_and_grad(loss)
+    grad_fn, precision = value_and_grad(loss), checked(precision, "evaluate")
 
     def device(lay: Layout, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
         params = reshard(precision.cast(params, precision.compute), lay.compute)

@@ -28,8 +28,8 @@ LAYERS = [
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
-    ["loss_scale", "precision"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
+    ["loss_scale", "precision"],
     ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [
