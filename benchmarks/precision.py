@@ -4,8 +4,8 @@
 
 The same weights and batches in every precision, for each seed, on four simulated ranks (dp=2, tp=2, ZeRO-3). In
 float16, whose loss scale starts at 2**16, the gradient of one rank, each in turn, overflows every 20 steps: those steps
-are skipped. Prints the mean loss of the last 20 steps. Exits with 1 where bfloat16 is off by more than 0.5 % of float32 or
-float16 by more than 1 %, where float32 falls by less than a nat, or where other steps than those are skipped.
+are skipped. Prints the mean loss of the last 20 steps. Exits with 1 where bfloat16 is off by more than 0.5 % of float32
+or float16 by more than 1 %, where float32 falls by less than a nat, or where other steps than those are skipped.
 """
 
 import argparse

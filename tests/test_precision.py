@@ -131,8 +131,7 @@ def test_sums_of_what_a_loss_gives_are_made_in_output() -> None:
 
 
 @pytest.mark.parametrize("stage, count, params, reduce", [
-    (0, 1, "f32", "f32"), (1, 1, "bf16", "f32"), (1, 2, "f32", "f32"), (2, 1, "f32", "bf16"), (2, 2, "f32", "f32"),
-    (3, 1, "f32", "f32"), (3, 2, "bf16", "f32"), (3, 1, "bf16", "bf16"),
+    (1, 1, "bf16", "f32"), (2, 1, "f32", "bf16"), (2, 2, "f32", "f32"), (3, 1, "f32", "f32"),
 ])  # fmt: skip
 def test_c21_the_dtype_of_every_collective(stage: int, count: int, params: str, reduce: str) -> None:
     how = sl.precision("bf16", params=params, reduce=reduce)
@@ -143,8 +142,6 @@ def test_c21_the_dtype_of_every_collective(stage: int, count: int, params: str, 
         state = step.init(sl.init(gpt.GPT, sizes=sizes, key=sl.random.key(0)))
         tokens = sl.shard(torch.zeros(4, 4, dtype=torch.int64), "batch/dp seq")
         found = step.lower(state, gpt.Batch(tokens=tokens, targets=tokens)).collectives()
-        _, metrics = step(state, gpt.Batch(tokens=tokens, targets=tokens))
-    assert torch.isfinite(metrics["loss"])
     matrices = {c for c in found if not c.scalar and "dp" in c.axis}
     sums = {c.dtype for c in matrices if c.op in SUMS}
     assert sums == {DTYPES[reduce]}, "gradients over dp"
@@ -178,7 +175,7 @@ def test_a_gathered_leaf_is_gathered_again_and_ahead_after_its_cast() -> None:
     assert {part for part, _ in found[0]} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("reduce, wanted", [("f32", 99840.0), ("f16", torch.inf)])
 def test_c21_large_gradients(stage: int, reduce: str, wanted: float) -> None:
     how = sl.precision("bf16", params="bf16", reduce=reduce)
@@ -224,8 +221,7 @@ def test_c08_one_division_by_the_weight_of_the_whole_batch(compute: str) -> None
             assert state.params["w"].item() == -i and metrics["grad_norm"].item() == 1
 
 
-@pytest.mark.parametrize("compute", ["bf16", "f16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("compute, stage", [("bf16", 0), ("f16", 2), ("f16", 3)])
 def test_c09_the_last_micro_batch_is_reduced_too(compute: str, stage: int) -> None:
     """Rank 0 has gradients 1 and 2, rank 1 has 3 and 6: their mean is 3 on both (2 and 4 where one is missed)."""
     layout = sl.zero({"w": "n/dp"}, stage=stage)
