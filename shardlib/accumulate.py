@@ -111,6 +111,9 @@ def planned(
                 raise SpecError(
                     f"step: `{what}.{other[0][0]}` is {type(other[0][1]).__name__}; state and batch are tensors"
                 )
+        if (state.scale is None) != (precision.scale is None):
+            has, what = ("no loss scale", "scales") if state.scale is None else ("a loss scale", "does not scale")
+            raise SpecError(f"step: the state has {has}, the step's precision {what}: make it with this step's init")
         leaves = [[leaf for leaf in borders(None, t, mesh, "step") if leaf] for t in trees]
         dtypes = [precision.dtypes(state.params, precision.compute), *([x.dtype for x in xs] for xs in flat[1:])]
         structures = tuple(tree.flatten(t)[1] for t in trees)

@@ -262,6 +262,14 @@ def test_scales_that_are_none(wrong: Any) -> None:
         sl.dynamic_scale(**wrong)
 
 
+def test_a_state_of_another_step_is_refused() -> None:
+    scaled, with_scale = made(m := simulated(2, 1), precision=sl.precision("f16"))
+    plain, without = made(m, precision=sl.precision("bf16"))
+    for step, state, said in ((scaled, without, "no loss scale.* scales"), (plain, with_scale, "a loss .* not scale")):
+        with m, pytest.raises(sl.SpecError, match=rf"step: the state has {said}: make it with this step's init"):
+            step(state, batch())
+
+
 def test_counts_that_are_none() -> None:
     for wrong in (dict(window=0), dict(hysteresis=0), dict(max_skips=0), dict(window=1.5)):
         with pytest.raises(sl.SpecError, match=r"dynamic_scale: window, hysteresis and max_skips are whole numbers"):
