@@ -215,7 +215,7 @@ def test_a_scale_changes_nothing_else(backend: str) -> None:
     def trained(scale: Any) -> dict[str, Tensor]:
         how = sl.precision("f64", params="bf16", reduce="f64", output="f64", scale=scale)
         optimizer = sl.optim.chain(sl.optim.adamw(0.1, weight_decay=0.1), sl.optim.weight_ema(0.5))
-        options = dict(stage=2, accumulate=2, clip=0.01, trainable="w", precision=how)
+        options: Any = dict(stage=2, accumulate=2, clip=0.01, trainable="w", precision=how)
         step, state = made(m := simulated(2, 2), optimizer, **options)
         run = sl.jit(step, donate_argnums=0, backend=backend)
         with m:
