@@ -10,6 +10,7 @@ local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
+                  precision dynamic_scale
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare
@@ -50,6 +51,7 @@ from shardlib.errors import TreeError as TreeError
 from shardlib.fused import rms_norm as rms_norm
 from shardlib.graph.timeline import Hardware as Hardware
 from shardlib.jit import jit as jit
+from shardlib.loss_scale import dynamic_scale as dynamic_scale
 from shardlib.mean import Mean as Mean
 from shardlib.mesh import Mesh as Mesh
 from shardlib.mesh import current_mesh as current_mesh
@@ -65,6 +67,7 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.precision import precision as precision
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.scan import scan as scan

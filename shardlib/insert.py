@@ -215,7 +215,9 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
             if any(a is t for t in targets):
                 return a
             missing = _equal_where_others_are_not(here.type_of(a), met, axes)
-            return _pvary(a, missing) if missing and (a.is_floating_point() or a.is_complex()) else a
+            if not missing or not (a.is_floating_point() or a.is_complex()):
+                return a
+            return _pvary(a, missing, here.reduce if here.leaves.get(a) else None)
         if type(a) in (list, tuple):
             return type(a)(fix(b) for b in a)
         return {k: fix(v) for k, v in a.items()} if type(a) is dict else a

@@ -160,7 +160,7 @@ def _perform(here: Region, x: Tensor, m: Move, chains: Chains, shape: tuple[int,
         return layout.padded_length(shape[dim], chains[dim], here.mesh.shape)
 
     if m.op == "gather":
-        return _fit(c._all_gather(x, m.axes, m.dim, invariant), m.dim, length(m.dim))
+        return _fit(c._all_gather(x, m.axes, m.dim, invariant, here.reduce), m.dim, length(m.dim))
     cut = m.to if m.op == "exchange" else m.dim
     x = _fit(x, cut, length(cut) * here.mesh.size(m.axes))
     if m.op == "exchange":

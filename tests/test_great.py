@@ -19,6 +19,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
+from shardlib.loss_scale import Scaling
 from shardlib.passes import for_backend
 from shardlib.spec import parse
 
@@ -64,6 +65,8 @@ class Case:
     layout: sl.Layout | None
     passes: tuple[str, ...]
     donate: bool
+    scale: Scaling | float | None
+    reduce: torch.dtype
 
     def __repr__(self) -> str:
         trees = {"params": self.params, "layout": None if self.layout is None else vars(self.layout)}
@@ -80,7 +83,8 @@ class Case:
         here = self.rows // self.mesh().size("dp")
         cut: Any = dict(microbatch=here // self.count) if self.by_rows else dict(accumulate=self.count)
         optimizer = sl.optim.adamw(1e-2, weight_decay=0.1) if self.adamw else sl.optim.sgd(0.1, momentum=0.9)
-        return sl.step(self.net.loss, optimizer, layout=self.layout, clip=self.clip, **cut)
+        how = sl.precision(self.dtype, self.dtype, self.reduce, self.reduce, scale=self.scale)
+        return sl.step(self.net.loss, optimizer, layout=self.layout, clip=self.clip, precision=how, **cut)
 
     def batches(self) -> list[dict[str, Tensor]]:
         return [self.batch(i) for i in range(3)]
@@ -174,12 +178,14 @@ def cases(draw: Draw, kind: str, shapes: Sequence[tuple[int, int, int]] = SHAPES
     count = draw(st.sampled_from((2, 1, 3, 4)))
     adamw = draw(st.booleans())
     on = draw(st.one_of(st.just([*PASSES]), st.lists(st.sampled_from([*PASSES]), unique=True)))
+    dtype = torch.float64 if adamw else draw(st.sampled_from((torch.float64, torch.float64, torch.float32)))
     return Case(
         net=net, axes=axes, groups=groups, params=params, layout=layout, count=count, by_rows=draw(flag), adamw=adamw,
         rows=ranks * count * draw(st.integers(1, 2)), seq=seq * draw(st.integers(1, 3)),
         mask=draw(st.sampled_from(MASKS)), weighted=draw(flag), clip=draw(st.sampled_from((0.5, 100.0, None))),
         passes=tuple(name for name in PASSES if name in on), donate=draw(flag),
-        dtype=torch.float64 if adamw else draw(st.sampled_from((torch.float64, torch.float64, torch.float32))),
+        dtype=dtype, scale=draw(st.sampled_from((sl.dynamic_scale(2.0**10), 2.0**7, None))),
+        reduce=draw(st.sampled_from((dtype, torch.float64))),
     )  # fmt: skip
 
 

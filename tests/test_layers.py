@@ -29,6 +29,7 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
+    ["loss_scale", "precision"],
     ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [

@@ -65,6 +65,7 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
     def run(*xs: Tensor) -> list[Tensor]:
         with per_device(here.mesh) as inner:
             inner.where, inner.sizes, inner.bound_by = here.where, dict(here.sizes), dict(here.bound_by)
+            inner.reduce = here.reduce
             for x, m in zip(xs, metas, strict=True):
                 inner.entered.add(x.untyped_storage()._cdata)
                 m.label(inner, x)

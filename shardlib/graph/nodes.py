@@ -286,10 +286,14 @@ def arranged(node: Node) -> list[Node]:
     return found
 
 
+def _casts(node: Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+
+
 def at_rest(node: Node) -> list[Node] | None:
-    """The nodes that arrange one input of the graph into this value, in order; None where it is computed."""
+    """The nodes that arrange or cast one input of the graph into this value, in order; None where it is computed."""
     chain: list[Node] = []
-    while node.op == "call_function" and node.target in ARRANGE and len(node.all_input_nodes) == 1:
+    while node.op == "call_function" and (node.target in ARRANGE or _casts(node)) and len(node.all_input_nodes) == 1:
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1] if node.op == "placeholder" else None
