@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from shardlib.errors import MeshError, ShardError, amount, listing, nearest
@@ -246,10 +244,14 @@ class _Bar:
     """A bar of rich on a terminal, elsewhere a line now and then."""
 
     def __init__(self, steps: int | None) -> None:
+        from rich import progress  # rich takes a while to load: at first use
+        from rich.console import Console
+
         self.steps, self.told, self.latest = steps, 0.0, dict[str, float]()
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
-        columns = MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        text = progress.TextColumn("{task.description}")
+        columns = progress.MofNCompleteColumn(), progress.BarColumn(), text, progress.TimeElapsedColumn()
+        self.bar = progress.Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=steps)
 
     def begin(self, step: int) -> None:
