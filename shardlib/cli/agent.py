@@ -89,7 +89,8 @@ def run(plan: Plan) -> int:
             return 128 + e.sigval
         except (RendezvousError, dist.DistError, ConnectionError, TimeoutError) as e:
             few = isinstance(e, RendezvousTimeoutError)
-            why = f"fewer than {plan.hosts[0]} hosts came" if few else "the first host is gone, or this one is cut off"
+            lost = "the first host is gone, this one is cut off, or another program has the port"
+            why = f"fewer than {plan.hosts[0]} hosts came" if few else lost
             say(f"{socket.gethostname()} does not meet the others at {plan.master[0]}:{plan.master[1]}: {why}")
             return LOST
     with suppress(RendezvousError, dist.DistError):
