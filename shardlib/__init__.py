@@ -14,6 +14,7 @@ train step        step evaluate State Mean Aux Layout zero split place global_no
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare
+runs              preempted monitor
 testing           testing.check check_loss check_optimizer meshes ranks collectives
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
@@ -57,6 +58,7 @@ from shardlib.mesh import Mesh as Mesh
 from shardlib.mesh import current_mesh as current_mesh
 from shardlib.mesh import make_mesh as make_mesh
 from shardlib.mesh import use_mesh as use_mesh
+from shardlib.monitor import monitor as monitor
 from shardlib.norms import global_norm as global_norm
 from shardlib.norms import global_sum as global_sum
 from shardlib.ops import all_gather as all_gather
@@ -92,6 +94,7 @@ from shardlib.types import typeof as typeof
 from shardlib.vocab import embed as embed
 from shardlib.vocab import iota as iota
 from shardlib.vocab import token_loss as token_loss
+from shardlib.watch import preempted as preempted
 from shardlib.zero import Layout as Layout
 from shardlib.zero import place as place
 from shardlib.zero import split as split

@@ -1,7 +1,8 @@
 """What a rank is doing: a line in a file of its own when a collective starts and when it has been waited for.
 
 Every line is written at once, so that it outlives the process. A file holds the last lines only: at a megabyte it
-becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them.
+becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them. Without a folder nothing is written: what is
+known is for `watch`, which asks where a rank is.
 """
 
 import os
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 from shardlib.graph.digests import titles
 from shardlib.graph.nodes import waits
 from shardlib.mesh import Mesh
+from shardlib.watch import Place, blamed, watch
 
 LIMIT = 1 << 20  # bytes of a file
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -80,20 +82,23 @@ class Log:
         self.running |= {text: rest} if rest else {}
         self.write("done", first, text)
 
+    def place(self) -> Place:
+        """Where the programs of this rank are."""
+        for text, (number, *_) in self.running.copy().items():
+            waits = f"{text.split(', ')[0]} (#{number} of step {self.steps[self.name]} of {self.name})"
+            return Place(self.call, self.number, number, waits)
+        return Place(self.call, self.number)
+
     def around(self, run: Run, name: str, mesh: str) -> Run:
-        """`run`, a program whose collectives tell this log; its errors say in which of them they came up."""
+        """`run`, a program whose collectives tell this log; where one is lost, the error says who is to blame."""
 
         def logged(inputs: list[Tensor]) -> list[Tensor]:
             self.call, self.name, self.number = self.call + 1, name, 0
             self.steps[name] = self.steps.get(name, 0) + 1
             self.running.clear()
             self.write("call", 0, mesh)
-            try:
+            with blamed():
                 out = run(inputs)
-            except Exception as e:
-                waited = ", ".join(f"{text} (#{n})" for text, ns in self.running.items() for n in ns) or "no collective"
-                e.add_note(f"in call {self.steps[name]} of `{name}`, where it waited for {waited}")
-                raise
             self.write("return")
             return out
 
@@ -107,10 +112,13 @@ def log_of(folder: str, rank: int, pid: int) -> Log:
 
 
 def wanted(mesh: Mesh) -> Log | None:
-    """The log of a mesh of several processes: of `SHARDLIB_LOG`'s folder, or in debug mode of none."""
-    if mesh.simulate or mesh.total == 1 or not (mesh.log or mesh.debug):
+    """The log of a mesh of several processes: in `SHARDLIB_LOG`'s folder, if any."""
+    if mesh.simulate or mesh.total == 1:
         return None
-    return log_of(mesh.log, mesh.rank, os.getpid())
+    log = log_of(mesh.log, mesh.rank, os.getpid())
+    if others := watch():
+        others.place = log.place
+    return log
 
 
 def telling(module: GraphModule, log: Log) -> GraphModule:

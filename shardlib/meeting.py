@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardlib.errors import RankError, ShardError
 from shardlib.mesh import Mesh
+from shardlib.watch import watch
 from shardlib.wire import by_rank
 
 _PATIENCE = 10.0  # seconds until a line on stderr says who is waited for
@@ -124,6 +125,8 @@ class Meeting:
         for waited in _ticks():
             if any(self.store.check([k]) for k in (key, *others)):
                 return
+            if waited > 0.5 and (ranks := watch()) and (failed := ranks.heard()):
+                raise failed
             if waited > limit + _TRACING * (self._read("at", rank).get("label") == self.label):
                 raise _told(f"{self._missed(rank)} within {waited:.0f} s")
             if waited > 0.5 and not self.mesh.rank and (away := self._elsewhere(rank)):

@@ -14,12 +14,12 @@ LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
-    ["mesh"],
+    ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
     ["wire", "processes"],  # what crosses between processes
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
-    ["checkpoint"],
+    ["checkpoint", "monitor"],
     ["types", "flow"],  # the four types, by data flow
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
@@ -47,7 +47,7 @@ LAYERS = [
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
-    ["cli.hang", "cli.command", "__main__"],
+    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
     ["show"],  # tables for people
@@ -68,6 +68,7 @@ ORDER = [name for layer in LAYERS for name in layer]
 PRIVATE = {
     "array": "wrapper tensors",
     "tree": "the pytree registry of torch.func",
+    "watch": "the store of the default process group",
     "mesh": "the registry of process groups by name",
     "wire": "functional collectives",
     "simulate": "dispatch modes",
