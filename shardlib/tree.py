@@ -30,13 +30,12 @@ Chooser = str | Sequence[str] | Callable[[str, Any], bool]
 @dataclass(frozen=True)
 class Field:
     """What an annotation says of one leaf: its spec, and how `init` makes it. `levels`: the number of dimensions that
-    each `stack` around it adds, from the outside; `inputs`: the dimensions that a matrix contracts, where said."""
+    each `stack` around it adds, from the outside."""
 
     spec: Spec
     dtype: torch.dtype | None = None
     init: Any = None
     levels: tuple[int, ...] = ()
-    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,21 @@ def spec(text: str, *, dtype: torch.dtype | None = None, init: Any = None, matri
 
     `init`: a float (the standard deviation), `"zeros"`, `"ones"`, or `f(key, shape, dtype, index=...)`; by default a
     normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"` says which dimensions
-    are inputs; by default the first of two, the largest of more. `dtype`: default float32.
+    are a matrix's inputs and outputs, for `init` and `optim.muon`; along others, such as a `qkv` in front, lie matrices
+    of their own. By default `init` takes the first of two dimensions as the input, the largest of more. `dtype`:
+    default float32.
     """
-    parsed, inputs = parse(text), ()
+    parsed = parse(text)
     if matrix is not None:
         sides = parse_pattern(matrix, 1)
-        inputs = sides.inputs[0].names
-        if sorted(inputs + sides.outputs[0].names) != sorted(parsed.names):
-            raise SpecError(f"spec({text!r}): matrix={matrix!r} must name every dimension once")
+        inputs, outputs = sides.inputs[0].names, sides.outputs[0].names
+        named = inputs + outputs
+        if not (inputs and outputs) or len(set(named)) < len(named) or not set(named) <= set(parsed.names):
+            raise SpecError(f"spec({text!r}): matrix={matrix!r} must name dimensions of it on both sides, each once")
+        parsed = dataclasses.replace(parsed, matrix=(inputs, outputs))
     if not (init is None or isinstance(init, (int, float)) or callable(init) or init in ("zeros", "ones")):
         raise SpecError(f"spec({text!r}): init is a number, 'zeros', 'ones' or a function, not {init!r}")
-    return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init, inputs=inputs)})
+    return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init)})
 
 
 def stack(what: Any, dims: str | None = None) -> Any:
