@@ -140,6 +140,15 @@ class Spec:
         """The spec with `axes` as further pending sums."""
         return replace(self, pending=self.pending + tuple(a for a in axes if a not in self.pending), text="")
 
+    def as_matrix(self, sides: str) -> "Spec":
+        """The spec with inputs and outputs named: `"model -> heads head"`."""
+        parsed = parse_pattern(sides, 1)
+        inputs, outputs = parsed.inputs[0].names, parsed.outputs[0].names
+        named = inputs + outputs
+        if not (inputs and outputs) or len(set(named)) < len(named) or not set(named) <= set(self.names):
+            raise self.error(f"matrix={sides!r} must name dimensions of the leaf on both sides, each once")
+        return replace(self, matrix=(inputs, outputs))
+
     def noting(self, other: "Spec") -> "Spec":
         """The spec with what `other` says of the leaf beside how it is cut: `stacked` and `matrix`."""
         return replace(self, stacked=other.stacked, matrix=other.matrix)

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as torch_pytree  # torch.func flattens with it, and has no public registration
 
 from shardlib.errors import SpecError, TreeError, listing, nearest
-from shardlib.spec import Spec, as_spec, parse, parse_pattern
+from shardlib.spec import Spec, as_spec, parse
 
 NAMESPACE = "shardlib"
 _KEY = "shardlib"
@@ -61,19 +61,11 @@ def spec(text: str, *, dtype: torch.dtype | None = None, init: Any = None, matri
     """A leaf of a `@pytree` class: `w: Tensor = sl.spec("model/dp hidden/tp")`.
 
     `init`: a float (the standard deviation), `"zeros"`, `"ones"`, or `f(key, shape, dtype, index=...)`; by default a
-    normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"` says which dimensions
-    are a matrix's inputs and outputs, for `init` and `optim.muon`; along others, such as a `qkv` in front, lie matrices
-    of their own. By default `init` takes the first of two dimensions as the input, the largest of more. `dtype`:
-    default float32.
+    normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"`: a matrix's inputs and
+    outputs, for `init` and `optim.muon`; along other dimensions lie matrices of their own. By default the input is the
+    first of two dimensions, for `init` the largest of more. `dtype`: default float32.
     """
-    parsed = parse(text)
-    if matrix is not None:
-        sides = parse_pattern(matrix, 1)
-        inputs, outputs = sides.inputs[0].names, sides.outputs[0].names
-        named = inputs + outputs
-        if not (inputs and outputs) or len(set(named)) < len(named) or not set(named) <= set(parsed.names):
-            raise SpecError(f"spec({text!r}): matrix={matrix!r} must name dimensions of it on both sides, each once")
-        parsed = dataclasses.replace(parsed, matrix=(inputs, outputs))
+    parsed = parse(text) if matrix is None else parse(text).as_matrix(matrix)
     if not (init is None or isinstance(init, (int, float)) or callable(init) or init in ("zeros", "ones")):
         raise SpecError(f"spec({text!r}): init is a number, 'zeros', 'ones' or a function, not {init!r}")
     return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init)})

@@ -456,7 +456,7 @@ def test_default_init_has_variance_one_over_fan_in() -> None:
         assert abs(leaf.shards[0].std().item() * fan_in**0.5 - 1) < 0.05
     assert sl.specs(Weights).said.matrix == (("heads", "head"), ("model",)) and sl.spec("3 m n", matrix="m -> n")
     for bad in ("heads heads -> model", "heads -> model mode", "-> model"):
-        with pytest.raises(sl.SpecError, match="must name dimensions of it on both sides, each once"):
+        with pytest.raises(sl.SpecError, match="must name dimensions of the leaf on both sides, each once"):
             sl.spec("heads head model", matrix=bad)
 
 

@@ -89,8 +89,9 @@ def kept(state: Any, name: str) -> list[Any]:
     if type(state) in (tuple, list):
         return [x for s in state for x in kept(s, name)]
     fields = state if isinstance(state, dict) else vars(state) if tree.is_pytree_class(type(state)) else {}
-    own = [] if fields.get(name) is None else [fields[name]]
-    return own or kept(fields.get("inner"), name)
+    if fields.get(name) is not None:
+        return [fields[name]]
+    return kept(fields["inner"], name) if "inner" in fields else []
 
 
 def learning_rate(state: Any) -> Tensor | None:
