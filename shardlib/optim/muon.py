@@ -141,8 +141,8 @@ def _matrix(p: Tensor, path: str) -> _Matrix:
     spec, dims = leaf.spec, range(leaf.spec.stacked, len(leaf.spec.dims))
     if not any(spec.matrix) and len(dims) != 2:
         raise spec.error(
-            f"muon: `{path}` is no matrix.\n  Name inputs and outputs, sl.spec({str(spec.unstack(spec.stacked))!r}, "
-            "matrix='a -> b c'), or give it to another optimizer with optim.by_path"
+            f"muon: `{path}` is no matrix.\n  Name inputs and outputs, sl.spec(..., matrix='a -> b c'), or give it to "
+            "another optimizer with optim.by_path"
         )
     if any(spec.matrix):
         ins, outs = (tuple(map(spec.names.index, side)) for side in spec.matrix)
