@@ -145,7 +145,7 @@ def _matrix(p: Tensor, path: str) -> _Matrix:
             "another optimizer with optim.by_path"
         )
     if any(spec.matrix):
-        ins, outs = (tuple(map(spec.names.index, side)) for side in spec.matrix)
+        ins, outs = (tuple(spec.names.index(name, spec.stacked) for name in side) for side in spec.matrix)
     else:
         ins, outs = (dims[0],), (dims[1],)
     inputs, outputs = (math.prod(leaf.shape[i] for i in side) for side in (ins, outs))
