@@ -215,7 +215,7 @@ def move(x: Tensor, dst: Spec, invariant: bool = True) -> Tensor:
             x = _perform(here, x, m, chains, leaf.shape, invariant)
         x = x if moves else x.view_as(x)  # what comes in keeps its spec
     named = (replace(b, name=b.name if a.name == "_" else a.name) for a, b in zip(src.dims, dst.dims, strict=True))
-    final = replace(dst, dims=tuple(named), stacked=src.stacked)
+    final = replace(dst, dims=tuple(named)).noting(src)
     return settle(x, Leaf(final, leaf.shape))
 
 

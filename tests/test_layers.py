@@ -28,7 +28,9 @@ LAYERS = [
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
-    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
+    ["optim.schedules", "optim.base", "optim.layers"],
+    ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
+    ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],
     ["loss_scale", "precision"],
     ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],

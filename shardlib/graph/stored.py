@@ -56,9 +56,9 @@ def text(x: Any, mesh: Mesh, index: Mapping[Node, int] = _NO_NODES) -> Any:
     if isinstance(x, torch.device):
         return {"device": "mesh" if x == mesh.device else str(x)}
     if isinstance(x, Spec):
-        if replace(as_spec(str(x)), stacked=x.stacked) != x:
+        if as_spec(str(x)).noting(x) != x:
             raise Unstorable(f"the spec {x!r} has no text")
-        return {"spec": [str(x), x.stacked]}
+        return {"spec": [str(x), x.stacked, x.matrix]}
     if type(x) in _WORDS:
         return {_WORDS[type(x)]: str(x).removeprefix("torch.")}
     raise Unstorable(f"a {type(x).__name__}, which has no text")
@@ -80,7 +80,7 @@ def value(said: Any, mesh: Mesh, nodes: Sequence[Node] = ()) -> Any:
     if kind == "device":
         return mesh.device if x == "mesh" else torch.device(x)
     if kind == "spec":
-        return replace(as_spec(x[0]), stacked=x[1])
+        return replace(as_spec(x[0]), stacked=x[1], matrix=tuple(map(tuple, x[2])))
     for type_, word in _WORDS.items():
         if kind == word and isinstance(found := getattr(torch, x, None), type_):
             return found
