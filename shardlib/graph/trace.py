@@ -25,8 +25,9 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
-from shardlib.graph.lines import note_lines
+from shardlib.graph.lines import Lines
 from shardlib.graph.nodes import clean, inputs
+from shardlib.graph.record import Recording
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -91,10 +92,13 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
         start = sys._getframe()
 
         def run(*xs: Tensor) -> list[Tensor]:
-            mode = get_proxy_mode()
-            if lines and mode is not None:
-                note_lines(mode.tracer, start)
-            return list(f(*xs))
+            tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            create = tracer.graph.create_node
+            if lines:
+                noted = Lines(start).noted
+                tracer.create_node, create = noted(tracer.create_node), noted(create)
+            with Recording(tracer, create):
+                return list(f(*xs))
 
         try:
             module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
