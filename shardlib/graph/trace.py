@@ -97,7 +97,7 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
             if lines:
                 noted = Lines(start).noted
                 tracer.create_node, create = noted(tracer.create_node), noted(create)
-            with Recording(tracer, create):
+            with Recording(mode, tracer, create):
                 return list(f(*xs))
 
         try:
