@@ -29,7 +29,7 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.fuse", "graph.record", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
@@ -82,6 +82,8 @@ PRIVATE = {
     "checkpoint": "fake tensors",
     "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
+    "graph.nodes": "fake tensors",
+    "graph.record": "dispatch modes, fake tensors, make_fx",
     "graph.trace": "fake tensors, make_fx",
     "scan": "functorch's levels",
     "graph.program": "Inductor",
