@@ -21,7 +21,7 @@ from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.text import listing_of
 from shardlib.graph.timeline import Hardware, Timeline, timeline
-from shardlib.graph.trace import meta, trace
+from shardlib.graph.trace import meta, trace, uncollected
 from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.log import Log, telling, wanted
@@ -238,7 +238,8 @@ class Jitted:
         began = time.perf_counter()
 
         def trace() -> Program:
-            return self._trace(flat, key.structure, key.static)
+            with uncollected():
+                return self._trace(flat, key.structure, key.static)
 
         if self.cache is None:
             made = trace()

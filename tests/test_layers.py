@@ -32,7 +32,7 @@ LAYERS = [
     ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
     ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],
     ["loss_scale", "precision"],
-    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.fuse", "graph.record", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
@@ -86,6 +86,8 @@ PRIVATE = {
     "checkpoint": "fake tensors",
     "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
+    "graph.nodes": "fake tensors",
+    "graph.record": "dispatch modes, fake tensors, make_fx",
     "graph.trace": "fake tensors, make_fx",
     "scan": "functorch's levels",
     "graph.program": "Inductor",

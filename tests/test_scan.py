@@ -349,3 +349,34 @@ def test_hoist_is_bitwise():
             state, _ = sl.jit(step, passes=use)(state, batch)
             found.append(tree.leaves(sl.gather(state.params)))
     assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
+
+
+def counting(nested: bool) -> Callable[..., sl.Mean]:
+    """A loss whose weight is counted in a loop."""
+
+    def count(seen: Tensor, x: Tensor) -> Any:
+        return seen + (x.abs() > 0.25).double().sum() * torch.tensor(2.0), None
+
+    def counts(seen: Tensor, x: Tensor) -> Any:
+        return sl.scan(count, seen, torch.stack([x, x]))[0], None
+
+    def loss(w: Tensor, batch: Tensor) -> sl.Mean:
+        seen, _ = sl.scan(counts if nested else count, batch[0].sum() * 0, batch)
+        h, _ = sl.scan(lambda h, x: (h + x * w, None), batch[0] * 0, batch)
+        return sl.Mean(*sl.pending(((h**2).sum(), seen), "dp"))
+
+    return loss
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_weight_may_come_out_of_a_loop(nested: bool):
+    with sl.make_mesh(dp=2, simulate=True):
+        step = sl.step(counting(nested), sl.optim.sgd(0.1))
+        state, batch = step.init(sl.shard(draw(3), "model")), sl.shard(draw(4, 8, 3), "seq batch/dp model")
+        plain, got = step(state, batch), sl.jit(step)(state, batch)
+        assert (
+            float(got[1]["tokens"])
+            == float(plain[1]["tokens"])
+            == (1 + nested) * 2 * (draw(4, 8, 3).abs() > 0.25).sum()
+        )
+        torch.testing.assert_close(sl.gather(got[0].params), sl.gather(plain[0].params), rtol=1e-12, atol=1e-12)
