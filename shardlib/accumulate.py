@@ -178,12 +178,16 @@ def accumulated(
                 grads = tree.map_(move, grads, plan.sums)
             else:
                 grads = tree.map_(lambda a, g, s: _accumulate(a, move(wide(g), s)), acc, grads, plan.sums)
-        return [t.total for t in mean.terms], aux_tree(aux), noted("gradients", grads)
+        return [t.total for t in mean.terms], aux_tree(aux), noted("kind", "gradients", grads)
 
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = noted("gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)), [], []
+    grads, all_totals, all_aux = (
+        noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)),
+        [],
+        [],
+    )
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)

@@ -24,16 +24,17 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug", "policy", "replay"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
-    ["autodiff", "custom"],
+    ["autodiff", "remat", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
     ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
         "graph.regather",
+        "graph.recompute",
         "graph.buckets",
         "graph.hoist",
         "graph.overlap",
@@ -72,10 +73,13 @@ PRIVATE = {
     "simulate": "dispatch modes",
     "types": "functorch's wrappers",
     "flow": "dispatch modes",
+    "policy": "dispatch modes",
     "collectives": "functorch's levels",
     "insert": "function modes",
     "fused": "functorch's levels",
     "autodiff": "functorch's levels",
+    "remat": "functorch's levels",
+    "replay": "storages",
     "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",
