@@ -5,6 +5,7 @@ what is handed out has the value, and nothing else, of what would have been.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Record(TorchDispatchMode):
         out, at = func(*args, **kwargs), len(self.ops)
         if func is _WAIT and (made := self._made.get(_storage(args[0]))):
             self._make(out, made[1])
-        if _looks(func):
+        if not _computes(func):
             return out
         operands = _tensors((*args, *kwargs.values()))
         self.ops.append(_signature(func, operands))
@@ -115,7 +116,7 @@ class Replay(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _WAIT and any(args[0] is y for y in self.waited):
             return args[0]
-        if _looks(func):
+        if not _computes(func):
             return func(*args, **kwargs)
         at, ops = self.at, self.record.ops
         self.at += 1
@@ -148,10 +149,14 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     return _tensors(x for a, x in given if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _looks(op: Any) -> bool:
-    """Whether an op only looks at memory another way. Transforms add some of these, so that they do not count."""
-    infos = [r.alias_info for r in op._schema.returns if op is not SAVE_NAME]
-    return op in (_WAIT, _UNSAFE_VIEW) or any(i is not None and not i.is_write for i in infos)
+@cache
+def _computes(op: Any) -> bool:
+    """Whether an op makes values, not only looks at memory another way. Transforms add ops of other kinds, which do not
+    count."""
+    if op in (SAVE_NAME, _WAIT, _UNSAFE_VIEW):
+        return op is SAVE_NAME
+    infos = [r.alias_info for r in op._schema.returns if "Tensor" in str(r.type)]
+    return bool(infos) and all(i is None or i.is_write for i in infos)
 
 
 def _signature(op: Any, operands: list[Tensor]) -> Any:
