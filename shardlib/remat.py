@@ -83,29 +83,27 @@ def _pull(
 
 @dataclass
 class _Call:
-    """One call of `f`, a function of flat tensors, that keeps what a record is for, to be differentiated by the inputs
-    `at`."""
+    """One call of `f`, a function of a number of tensors, that keeps what a record is for, to be differentiated by the
+    inputs `at`."""
 
     f: Callable[..., tuple[Tensor, ...]]
+    inputs: int
     at: Sequence[int]
     record: Record
 
     def run(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """The results, then what is kept. As it will run again: inside a derivative, which decides what torch does."""
-
-        def of_floats(*floats: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The results, then what is kept. Differentiated, as when it runs again: torch chooses ops by that."""
+        with torch.enable_grad():
+            given = _put(xs, self.at, [xs[i].detach().requires_grad_() for i in self.at])
             with self.record:
-                return floats[0], self.f(*_put(xs, self.at, floats))
-
-        out = torch.func.vjp(of_floats, *(xs[i] for i in self.at), has_aux=True)[2]  # type: ignore[misc]
+                out = self.f(*given)
         self.record.count = len(out)
-        return distinct([*out, *noted("kept", True, self.record.tensors())], xs)
+        return tuple(y.detach() for y in (*out, *noted("kept", True, self.record.taken())))
 
     def again(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The results, from the inputs and what was kept."""
-        n = len(xs) - len(self.record.tensors())
-        with Replay(self.record, xs[n:]):
-            return self.f(*xs[:n])
+        with Replay(self.record, xs[self.inputs :]):
+            return self.f(*xs[: self.inputs])
 
 
 class _Keeping(torch.autograd.Function):
@@ -118,14 +116,14 @@ class _Keeping(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, *xs = inputs
-        ctx.inputs, count = len(xs), ctx.call.record.count
+        count = ctx.call.record.count
         ctx.floats = _floats(output[:count])
         ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.floats))
         ctx.save_for_backward(*xs, *output[count:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, *_pulled(ctx, ctx.call.again, cotangents, ctx.inputs)
+        return None, *_pulled(ctx, ctx.call.again, cotangents, ctx.call.inputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: _Call, *xs: Tensor) -> tuple[Any, Any]:
@@ -186,7 +184,7 @@ def remat(f: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., An
             diff = [i for i in _floats(tensors) if wanted and _differentiated(tensors[i])]
             if diff:
                 record = Record(wanted)
-                made: Any = _Keeping.apply(_Call(of_tensors, diff, record), *tensors)
+                made: Any = _Keeping.apply(_Call(of_tensors, len(tensors), diff, record), *tensors)
                 refuse_missing(f"remat of {name}", wanted, record.names)
             else:
                 made = _Remat.apply(of_tensors, *tensors)  # type: ignore[arg-type]

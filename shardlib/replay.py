@@ -21,6 +21,9 @@ _UNSAFE_VIEW, _WAIT = torch.ops.aten._unsafe_view.default, torch.ops._c10d_funct
 _DETACH, _CLONE = torch.ops.aten.detach.default, torch.ops.aten.clone.default
 
 
+_TENSOR = object()  # where a tensor stands among results
+
+
 class Kept:
     """The results of one op. `written`: something writes into them later: they are copies, to be copied again."""
 
@@ -33,10 +36,16 @@ class Kept:
         self.results = [_CLONE(y) if isinstance(y, Tensor) else y for y in self.results]
         self.written = True
 
+    def taken(self) -> list[Tensor]:
+        """The tensors among the results, which are then no longer held here."""
+        found = _tensors(self.results)
+        self.results = [_TENSOR if isinstance(y, Tensor) else y for y in self.results]
+        return found
+
     def given(self, tensors: Iterator[Tensor]) -> Any:
-        """The results anew, their tensors being the next of `tensors`."""
+        """The results anew, with the next of `tensors` in place of those that were taken."""
         fresh = _CLONE if self.written else _DETACH
-        made = [fresh(next(tensors)) if isinstance(y, Tensor) else y for y in self.results]
+        made = [fresh(next(tensors)) if y is _TENSOR else y for y in self.results]
         return tuple(made) if self.many else made[0]
 
 
@@ -54,9 +63,10 @@ class Record(TorchDispatchMode):
         # by storage: itself (weakly, so that its address is not used again), which op made it, how to get its results
         self._made: dict[int, tuple[StorageWeakRef, int, Callable[[], Any]]] = {}
 
-    def tensors(self) -> list[Tensor]:
-        """All that is kept."""
-        return [y for kept in self.kept.values() for y in _tensors(kept.results)]
+    def taken(self) -> list[Tensor]:
+        """The tensors that are kept, which are no longer held here; so are those that were not."""
+        self._made.clear()
+        return [y for kept in self.kept.values() for y in kept.taken()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +119,7 @@ class Replay(TorchDispatchMode):
         super().__init__()
         self.record, self.at, self.same = record, 0, True
         fresh = iter(map(base, tensors))
-        self.tensors = {at: [next(fresh) for _ in _tensors(kept.results)] for at, kept in record.kept.items()}
+        self.tensors = {at: [next(fresh) for y in kept.results if y is _TENSOR] for at, kept in record.kept.items()}
         self.waited: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
