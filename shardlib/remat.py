@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # what has a gradient
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # what has a gradient
 
 from shardlib import tree
-from shardlib.insert import reentered
+from shardlib.insert import hiding, reentered
 from shardlib.phases import noted, phase
 from shardlib.policy import Policy, chosen, refuse_missing
 from shardlib.replay import Record, Replay
@@ -84,26 +84,41 @@ def _pull(
 @dataclass
 class _Call:
     """One call of `f`, a function of a number of tensors, that keeps what a record is for, to be differentiated by the
-    inputs `at`."""
+    inputs `at`. `level`: how many transforms were around it."""
 
     f: Callable[..., tuple[Tensor, ...]]
+    level: int
     inputs: int
     at: Sequence[int]
     record: Record
 
     def run(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        """The results, then what is kept. Differentiated, as when it runs again: torch chooses ops by that."""
-        with torch.enable_grad():
-            given = _put(xs, self.at, [xs[i].detach().requires_grad_() for i in self.at])
+        """The results, then what is kept. Inside a derivative, as when it runs again: torch chooses ops by that."""
+
+        def of_floats(*floats: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             with self.record:
-                out = self.f(*given)
+                return floats[0], self.f(*_put(xs, self.at, floats))
+
+        levels = range((maybe_current_level() or 0) + 1, self.level + 1)
+        with hiding(levels):
+            out = _above(
+                len(levels),
+                lambda: torch.func.vjp(of_floats, *(xs[i] for i in self.at), has_aux=True)[2],  # type: ignore[misc]
+            )
         self.record.count = len(out)
-        return tuple(y.detach() for y in (*out, *noted("kept", True, self.record.taken())))
+        return distinct([*out, *noted("kept", True, self.record.taken())], xs)
 
     def again(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """The results, from the inputs and what was kept."""
         with Replay(self.record, xs[self.inputs :]):
             return self.f(*xs[: self.inputs])
+
+
+def _above(levels: int, f: Callable[[], Any]) -> Any:
+    """`f()` inside so many derivatives of nothing, so that what it makes is told from what it captured by its level."""
+    if not levels:
+        return f()
+    return torch.func.vjp(lambda x: (x, _above(levels - 1, f)), torch.zeros(()), has_aux=True)[2]  # type: ignore[misc]
 
 
 class _Keeping(torch.autograd.Function):
@@ -184,7 +199,9 @@ def remat(f: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., An
             diff = [i for i in _floats(tensors) if wanted and _differentiated(tensors[i])]
             if diff:
                 record = Record(wanted)
-                made: Any = _Keeping.apply(_Call(of_tensors, len(tensors), diff, record), *tensors)
+                made: Any = _Keeping.apply(
+                    _Call(of_tensors, maybe_current_level() or 0, len(tensors), diff, record), *tensors
+                )
                 refuse_missing(f"remat of {name}", wanted, record.names)
             else:
                 made = _Remat.apply(of_tensors, *tensors)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # no public way to 
 from torch.utils._python_dispatch import TorchDispatchMode  # the layer below functorch has no public name
 from torch.utils.weak import TensorWeakRef
 
+from shardlib.errors import SpecError
 from shardlib.policy import SAVE_NAME, is_product
 from shardlib.types import NO_TENSOR, base
 
@@ -121,9 +122,12 @@ class Replay(TorchDispatchMode):
         fresh = iter(map(base, tensors))
         self.tensors = {at: [next(fresh) for y in kept.results if y is _TENSOR] for at, kept in record.kept.items()}
         self.waited: list[Tensor] = []
+        self.held = {_storage(y) for at, ys in self.tensors.items() if not record.kept[at].written for y in ys}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(_storage(x) in self.held for x in _written(func, args, kwargs)):
+            raise SpecError(f"remat: {func} writes into a value that is kept, which it did not when it ran first")
         if func is _WAIT and any(args[0] is y for y in self.waited):
             return args[0]
         if not _computes(func):

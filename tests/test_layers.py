@@ -43,7 +43,7 @@ LAYERS = [
         "graph.finite",
         "passes",
     ],
-    ["graph.program"],
+    ["graph.captured", "graph.program"],
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
