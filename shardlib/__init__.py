@@ -8,7 +8,7 @@ collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pb
                   ragged_all_to_all pvary pending axis_size axis_index
 local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
-transforms        grad value_and_grad remat scan custom_vjp
+transforms        grad value_and_grad remat save_name scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
                   precision dynamic_scale
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
@@ -27,7 +27,6 @@ from shardlib import testing as testing
 from shardlib.array import Array as Array
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad
-from shardlib.autodiff import remat as remat
 from shardlib.autodiff import value_and_grad as value_and_grad
 from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
@@ -69,9 +68,11 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.policy import save_name as save_name
 from shardlib.precision import precision as precision
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
+from shardlib.remat import remat as remat
 from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show

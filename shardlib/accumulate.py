@@ -188,12 +188,16 @@ def accumulated(
                 more = summed(tree.map_(wide, grads), plan.sums, reduce)
                 grads = tree.map_(_accumulate, acc, more)
         aux = replace(aux, metrics=plan.precision.given(aux.metrics))
-        return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), noted("gradients", grads)
+        return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), noted("kind", "gradients", grads)
 
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = noted("gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)), [], []
+    grads, all_totals, all_aux = (
+        noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)),
+        [],
+        [],
+    )
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)

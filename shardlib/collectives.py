@@ -113,8 +113,9 @@ def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
 
 def refuse_captured(name: str, tensors: Sequence[Tensor]) -> None:
     """Inside remat or custom_vjp: raise for a value of an outer transform, whose gradient would be lost."""
-    level = maybe_current_level() or 0
-    if any(is_functorch_wrapped_tensor(x) and maybe_get_level(x) > level for x in tensors):
+    level, hidden = maybe_current_level() or 0, region().hidden
+    levels = [maybe_get_level(x) for x in tensors if is_functorch_wrapped_tensor(x)]
+    if any(n > level or n in hidden for n in levels):
         raise SpecError(
             f"{name}: {region().reentered} captured a value that is being differentiated (or mapped); its gradient "
             "would be lost.\n  Pass it as an argument: f(w, x)"

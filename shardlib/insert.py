@@ -321,6 +321,20 @@ def reentered(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def hiding(levels: range) -> Iterator[None]:
+    """Inside, values of these levels of transforms are of those that are off, though as many are on again."""
+    if not inside():
+        yield
+        return
+    here = region()
+    held, here.hidden = here.hidden, levels
+    try:
+        yield
+    finally:
+        here.hidden = held
+
+
+@contextmanager
 def isolated() -> Iterator[None]:
     """Leave the region and every torch mode for a while: inside, shapes can be traced as if nothing were running."""
     held = [_pop_mode() for _ in range(_len_torch_function_stack())]

@@ -89,7 +89,7 @@ class Lowered:
     def running(self, log: Log | None = None) -> GraphModule:
         """The graphs as they run here: processes that talk gloo change some collectives, those of a log tell it."""
         module = self.module
-        if log is not None and self.backend != "inductor":
+        if log is not None and self.backend not in ("inductor", "cudagraph"):
             module = telling(copied(module), log)
         gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
         return applied([for_gloo], copied(module)) if gloo else module
@@ -213,6 +213,7 @@ class Jitted:
 
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], called: bool = False) -> Lowered:
         mesh = current_mesh()
+        self._refuse_device(mesh)
         try:
             key = Signature(
                 treedef, static, tuple(signature_of(x) for x in flat), places(flat), mesh_key(mesh), settings()
@@ -262,6 +263,13 @@ class Jitted:
             )
         self._programs[key] = found
         return found
+
+    def _refuse_device(self, mesh: Mesh) -> None:
+        if self.backend == "cudagraph" and mesh.device.type != "cuda":
+            raise SpecError(
+                f'{self.__name__}: backend="cudagraph" captures CUDA graphs, and this mesh is on the '
+                f'{mesh.device.type}: use backend="graph", "regional" or "inductor"'
+            )
 
     def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
         where = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
@@ -342,8 +350,9 @@ def jit(
     what it keeps, `.timeline()` when, `.as_text()` a listing; `.traces` holds the programs made so far.
 
     `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
-    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or
-    `"inductor"`. `passes`: functions from graph to graph, in order (`sl.passes.default`; `[]`: the program as written).
+    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code),
+    `"regional"` or `"inductor"` (compiled in part or whole), on GPUs `"cudagraph"`. `passes`: functions from graph to
+    graph, in order (`sl.passes.default`; `[]`: the program as written).
     `cache`: a folder for programs: what is found there is not traced, by the other ranks or by the next run.
     On several processes the first call for each signature must be made by all of them, which compare arguments and
     collectives before anything is sent. Raises `SpecError` for Python that looks at a tensor's value, `RankError` where

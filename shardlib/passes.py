@@ -16,6 +16,7 @@ from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
 from shardlib.graph.overlap import overlap as overlap
+from shardlib.graph.recompute import recompute as recompute
 from shardlib.graph.regather import regather as regather
 
 Pass = Callable[[GraphModule], GraphModule]

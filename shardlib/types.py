@@ -107,6 +107,7 @@ class Region:
         self.padding_allowed = 0
         self.paused = False
         self.reentered = ""  # the transform whose Function is running user code
+        self.hidden = range(0)  # levels of transforms that are off meanwhile, where others of these levels are on
         self.piece: Piece | None = None
         self.reduce: torch.dtype | None = None  # in which gradients of leaves are summed over ranks; None: their own
         self.where = "shard_map"

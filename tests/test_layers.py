@@ -24,10 +24,10 @@ LAYERS = [
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug", "policy", "replay"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
-    ["autodiff", "custom"],
+    ["autodiff", "remat", "custom"],
     ["optim.schedules", "optim.base", "optim.layers"],
     ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
     ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],
@@ -37,6 +37,7 @@ LAYERS = [
     [
         "graph.dedupe",
         "graph.regather",
+        "graph.recompute",
         "graph.buckets",
         "graph.hoist",
         "graph.overlap",
@@ -45,7 +46,7 @@ LAYERS = [
         "graph.finite",
         "passes",
     ],
-    ["graph.program"],
+    ["graph.captured", "graph.program"],
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
@@ -76,10 +77,13 @@ PRIVATE = {
     "simulate": "dispatch modes",
     "types": "functorch's wrappers",
     "flow": "dispatch modes",
+    "policy": "dispatch modes",
     "collectives": "functorch's levels",
     "insert": "function modes",
     "fused": "functorch's levels",
     "autodiff": "functorch's levels",
+    "remat": "functorch's levels",
+    "replay": "storages",
     "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
 
 from shardlib import tree
-from shardlib.autodiff import as_gradient, distinct, dual
+from shardlib.autodiff import as_gradient, dual
 from shardlib.errors import SpecError
 from shardlib.graph.nodes import (
     ARRANGE,
@@ -29,6 +29,7 @@ from shardlib.graph.nodes import (
 )
 from shardlib.graph.trace import Meta, meta, trace
 from shardlib.insert import per_device
+from shardlib.remat import distinct
 from shardlib.types import Region
 
 aten = torch.ops.aten
@@ -164,7 +165,10 @@ def _refuse_writes_across(graph: Graph, first: set[Node], second: set[Node]) -> 
 
 
 def _again(node: Node) -> bool:
-    """Whether a value of the forward pass is made again: views cost nothing, gathered parameters are not kept."""
+    """Whether a value of the forward pass is made again: views cost nothing, gathered parameters are not kept, if no
+    policy of `remat` says so."""
+    if "kept" in node.meta:
+        return False
     while (node.target is aten.clone.default and _arranges(node)) or node.target is WAIT:
         node = arg(node)  # a gathered parameter may have been put in order
     if STARTS.get(node.target) == "all_gather":

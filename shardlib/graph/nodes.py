@@ -16,9 +16,10 @@ from torch.fx.node import map_arg
 from shardlib import debug as debug  # defines an op
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
+from shardlib.policy import SAVE_NAME
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, SAVE_NAME}
 _VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten._unsafe_view.default,
@@ -83,10 +84,12 @@ def acts(node: Node) -> bool:
 
 def clean(module: GraphModule) -> GraphModule:
     """Without aliases and views that change nothing, and without dead nodes, collectives included (FX keeps those:
-    `wait_tensor` counts as impure there)."""
+    `wait_tensor` counts as impure there). A node knows the `names` that `save_name` gave its value."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
             same = node.target in ALIASES
+            if node.target is SAVE_NAME:
+                node.args[0].meta.setdefault("names", []).append(node.args[1])
             if node.target in _VIEWS:
                 a, b = node.args[0].meta.get("val"), node.meta.get("val")
                 same = (

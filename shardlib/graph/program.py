@@ -16,12 +16,13 @@ from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
+from shardlib.graph.captured import Captured, refuse_uncapturable, state_in_place
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
 from shardlib.phases import part_of
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-BACKENDS = ("graph", "regional", "inductor")
+BACKENDS = ("graph", "regional", "inductor", "cudagraph")
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ def runner(module: GraphModule, backend: str) -> Run:
         run = _generated(_with_islands_compiled(module, {}))
     elif backend == "inductor":
         run = _inductor(module)
+    elif backend == "cudagraph":
+        refuse_uncapturable(module)
+        run = Captured(_generated(module), state_in_place(module))
     else:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
 

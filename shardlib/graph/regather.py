@@ -15,7 +15,8 @@ def regather(module: GraphModule) -> GraphModule:
         dx = dy @ a.T                             b = all_gather(w); dx = dy @ b.T
 
     So a gathered weight lives for one use. What a loss gathers is meant, not what `step` gathers before it (ZeRO-1 and
-    2); and a weight is kept whose next use is the backward pass's with no other gather between (the last layer's).
+    2), nor what a policy of `remat` keeps; and a weight is kept whose next use is the backward pass's with no other
+    gather between (the last layer's).
     """
     graph, pinned = module.graph, written(module.graph)
     order = positions(graph)
@@ -27,7 +28,8 @@ def regather(module: GraphModule) -> GraphModule:
         users = [u for n in family for u in n.users if u not in family]
         later = [u for u in users if "backward" in u.meta]
         now = [order[u] for u in users if "backward" not in u.meta]
-        if later and now and any(s > max(now) for s in starts):
+        kept = any("kept" in n.meta for n in family)
+        if later and now and not kept and any(s > max(now) for s in starts):
             _again([arg(wait), *family], later, min(later, key=order.__getitem__))
     return dead_code(module)
 
