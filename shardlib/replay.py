@@ -81,7 +81,7 @@ class Record(TorchDispatchMode):
         operands = _tensors((*args, *kwargs.values()))
         self.ops.append(_signature(func, operands))
         if func is SAVE_NAME:
-            self._name(*args, out, at)
+            self._name(args[0], args[1], out, at)
         elif not {*map(_storage, _tensors((out,)))} & {*map(_storage, operands)}:
             self._make(out, at)
             if "dots" in self.wanted and is_product(func):
