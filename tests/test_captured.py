@@ -77,7 +77,7 @@ def test_captured_once_and_equal_to_the_program(use: Any) -> None:
     n = len(inputs) - 1
     a, b = [x.clone() for x in inputs[:n]], [x.clone() for x in inputs[:n]]
     at = [b[i].data_ptr() for i in captured.stays]
-    assert len(at) == (6 if use else 0)  # two parameters, their moments
+    assert len(at) == (7 if use else 1)  # two parameters, their moments, the key
     told = []
     for _ in range(5):
         x = batch()
