@@ -10,6 +10,7 @@ local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
+pipelines         Schedule schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare
@@ -44,6 +45,7 @@ from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError
+from shardlib.errors import ScheduleError as ScheduleError
 from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
@@ -65,6 +67,8 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.pipeline import schedules as schedules
+from shardlib.pipeline.schedule import Schedule as Schedule
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.scan import scan as scan

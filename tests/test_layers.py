@@ -13,6 +13,13 @@ ROOT = Path(__file__).parent.parent / "shardlib"
 LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
+    [  # pure data
+        "pipeline.actions",
+        "pipeline.order",
+        "pipeline.draw",
+        "pipeline.schedule",
+        "pipeline.schedules",
+    ],
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
     ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
