@@ -68,6 +68,7 @@ from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
 from shardlib.pipeline import schedules as schedules
+from shardlib.pipeline.run import pipeline as pipeline
 from shardlib.pipeline.schedule import Schedule as Schedule
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all

@@ -23,7 +23,7 @@ LAYERS = [
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["mesh"],
     ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
-    ["wire", "processes"],  # what crosses between processes
+    ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
     ["checkpoint"],
@@ -56,6 +56,7 @@ LAYERS = [
     ["cli.hang", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
+    ["pipeline.stages", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [

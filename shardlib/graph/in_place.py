@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from shardlib import fused as fused  # defines the ops
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
+from shardlib.switch import Switch
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
@@ -154,7 +155,7 @@ def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
     """Donate to the called graphs what no caller reads after a call, and write into that."""
     calls: dict[Any, list[Node]] = {}
     for node in module.graph.nodes:
-        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), Island):
+        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), (Island, Switch)):
             calls.setdefault(node.target, []).append(node)
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from shardlib import debug as debug  # defines an op
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
+from shardlib.switch import Switch
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -118,6 +119,9 @@ def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
 
 def _returned(child: Any) -> list[tuple[set[int], set[int]]]:
     """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number."""
+    if isinstance(child, Switch):  # results of any of its turns
+        turns = [_returned(child.turn(i)) for i in range(len(child.turns))]
+        return [(set().union(*(h for h, _ in xs)), set().union(*(s for _, s in xs))) for xs in zip(*turns, strict=True)]
     inner, given = roots(child.graph), inputs(child.graph)
     numbers = {n: i for i, n in enumerate(inner)}
     held = [inner.get(end, set()) for end in outputs(child.graph)]
@@ -218,9 +222,14 @@ def wait_of(start: Node) -> Node:
 def group(start: Node) -> tuple[str, int]:
     """The name of the group that a collective runs over, and its size."""
     name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)
+    return name, group_size(name)
+
+
+def group_size(name: str) -> int:
+    """How many ranks a group of this name has."""
     mesh, axes = name.split("/")
     sizes = dict(pair.split("=") for pair in mesh.split(","))
-    return name, math.prod(int(sizes[a]) for a in axes.split(","))
+    return math.prod(int(sizes[a]) for a in axes.split(","))
 
 
 def arg(node: Node, i: int = 0) -> Any:

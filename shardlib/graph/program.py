@@ -17,8 +17,10 @@ from torch.fx.passes.split_module import split_module
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.fuse import Island
-from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
+from shardlib.graph.nodes import STARTS, arg, group, group_size, inputs, size_of
 from shardlib.phases import part_of
+from shardlib.switch import Switch
+from shardlib.wire import resolve
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "regional", "inductor")
@@ -144,6 +146,8 @@ def runner(module: GraphModule, backend: str) -> Run:
     elif backend == "regional":
         run = _generated(_with_islands_compiled(module, {}))
     elif backend == "inductor":
+        if any(isinstance(child, Switch) for child in module.modules()):
+            raise SpecError("backend='inductor' takes no pipelines; take 'regional', or 'graph'")
         run = _inductor(module)
     else:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
@@ -156,10 +160,20 @@ def runner(module: GraphModule, backend: str) -> Run:
 
 
 def _generated(module: GraphModule) -> Run:
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    switches = [name for name, child in module.named_modules() if isinstance(child, Switch)]
+    module = copied(module) if switches else module
+    for name in switches:
+        switch: Any = module.get_submodule(name)
+        run = _generated(switch.turn(own_index(switch.group)))
+        module.set_submodule(name, _Compiled(lambda *xs, run=run: run(list(xs))))
+    graph = _copy(module.graph)
     graph.set_codegen(_Boxed())
     return GraphModule(module, graph).forward  # type: ignore[return-value]
+
+
+def own_index(group: str) -> int:
+    """This process's index in the group of a name; 0 where it is alone."""
+    return resolve(group).rank() if group_size(group) > 1 else 0
 
 
 def _with_islands_compiled(module: GraphModule, made: dict[str, Any]) -> GraphModule:
@@ -250,12 +264,19 @@ def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
 
 def copied(module: GraphModule) -> GraphModule:
     """A program of its own: nodes and the graphs that are called are copies."""
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    out = (Island if isinstance(module, Island) else GraphModule)(module, graph)
+    if isinstance(module, Switch):
+        out: GraphModule = Switch(module, [_copy(turn) for turn in module.turns], module.group)
+    else:
+        out = (Island if isinstance(module, Island) else GraphModule)(module, _copy(module.graph))
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
             setattr(out, name, copied(child))
+    return out
+
+
+def _copy(graph: Graph) -> Graph:
+    out = Graph()
+    out.output(out.graph_copy(graph, {}))
     return out
 
 

@@ -27,6 +27,7 @@ from shardlib.graph import finite as finite
 from shardlib.graph.fuse import Island
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec, as_spec
+from shardlib.switch import Switch
 
 _PLAIN = (bool, int, float, str, type(None))
 _WORDS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
@@ -142,6 +143,8 @@ def lines(module: GraphModule, mesh: Mesh, graph: str = "", numbers: dict[int, i
 
     `numbers`: those of phases, which a process counts on; in a text they start from 1.
     """
+    if isinstance(module, Switch):
+        raise Unstorable("a pipeline")
     numbers = {} if numbers is None else numbers
     for name, child in module.named_children():
         if isinstance(child, GraphModule):

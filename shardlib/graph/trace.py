@@ -30,6 +30,7 @@ from shardlib.graph.nodes import clean, inputs
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
+from shardlib.switch import Switch
 from shardlib.types import Leaf, Region, paused, region
 
 
@@ -164,6 +165,8 @@ def added(name: str, module: GraphModule) -> str:
     """The name under which the program that is being traced can call a graph."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     taken = dict(tracer.root.named_children())
+    if taken.get(name) is module:
+        return name
     target = name if name not in taken else f"{name}_{len(taken)}"
     tracer.root.add_module(target, module)
     tracer.graph.owning_module = tracer.root  # where torch looks modules up
@@ -183,13 +186,18 @@ def inlining() -> Iterator[None]:
         _inlining.reset(held)
 
 
+def is_inlining() -> bool:
+    """Whether that is so."""
+    return _inlining.get()
+
+
 def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[Tensor]:
     """Call a graph of the program that is being traced."""
     mode, here = get_proxy_mode(), region()
     assert mode is not None
     tracer: Any = mode.tracer
     proxies = tuple(tracer.unwrap_proxy(x) for x in args)
-    if _inlining.get():
+    if _inlining.get() and not isinstance(tracer.root.get_submodule(target), Switch):
         child = tracer.root.get_submodule(target)
         copies = {n: p.node for n, p in zip(inputs(child.graph), proxies, strict=True)}
         nodes = tracer.graph.graph_copy(child.graph, copies)

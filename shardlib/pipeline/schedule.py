@@ -182,19 +182,21 @@ def with_transfers(lists: Lists) -> tuple[tuple[Action, ...], ...]:
     """Lists of what is computed with what is sent and received.
 
     A send follows what made it. A receive stands one action before the last that starts before the message is there,
-    so that it is waited for by the wire and not by the rank; all messages of one way keep their order, which is that
-    in which they are made when all actions take as long. So no two ranks wait for each other.
+    so that the wire waits for it and not the rank. Messages between two ranks, both ways, stand in one order on both:
+    that in which they are made when all actions take as long. So no two ranks wait for each other.
     """
     at, spans = placement(lists), played(lists)
-    out: list[list[tuple[float, int, Action]]] = [[(float(i), 1, a) for i, a in enumerate(each)] for each in lists]
-    made = sorted((spans[a].end, rank, step, a) for rank, step, a in places(lists) if a.kind != "W")
-    for end, rank, step, action in made:
+    out: list[list[tuple[int, int, Action]]] = [[(i, 1, a) for i, a in enumerate(each)] for each in lists]
+    least: dict[tuple[int, int], int] = {}  # where a rank's next receive from another may stand at the earliest
+    for end, rank, step, action in sorted((spans[a].end, r, i, a) for r, i, a in places(lists) if a.kind != "W"):
         way = "F" if action.kind == "F" else "B"
         other = action.stage + (1 if way == "F" else -1)
-        if not 0 <= other < len(at) or at[other] == rank:
+        to = at.get(other, rank)
+        if to == rank:
             continue
-        to = at[other]
         later = next(i for i, a in enumerate(lists[to]) if spans[a].start >= end)
-        out[rank].append((float(step), 2, Action(f"S{way}", action.stage, action.microbatch)))
-        out[to].append((float(max(0, later - 1)), 0, Action(f"R{way}", other, action.microbatch)))
+        before = max(later - 1, 0, least.get((to, rank), 0))
+        least[rank, to], least[to, rank] = step + 1, before
+        out[rank].append((step, 2, Action(f"S{way}", action.stage, action.microbatch)))
+        out[to].append((before, 0, Action(f"R{way}", other, action.microbatch)))
     return tuple(tuple(a for _, _, a in sorted(each, key=lambda x: x[:2])) for each in out)
