@@ -18,7 +18,10 @@ class Switch(GraphModule):
                 self.add_module(name, child)
         self.group = group
         self.turns = [self.graph, *turns[1:]]
+        self._alone: dict[int, GraphModule] = {}
 
     def turn(self, index: int) -> GraphModule:
         """What one of the ranks runs, as a module of its own."""
-        return GraphModule(self, self.turns[index])
+        if index not in self._alone:
+            self._alone[index] = GraphModule(self, self.turns[index])
+        return self._alone[index]

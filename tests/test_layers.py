@@ -56,7 +56,7 @@ LAYERS = [
     ["cli.hang", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
-    ["pipeline.stages", "pipeline.turns", "pipeline.run"],
+    ["pipeline.stages", "pipeline.arguments", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [

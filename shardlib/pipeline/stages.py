@@ -22,8 +22,9 @@ from shardlib.types import Region, region
 
 @dataclass
 class Halves:
-    """A backward graph in two. `first(*of its inputs[reads_first])` gives the gradients of what a function was handed,
-    then what it hands `over` (as it was traced); `second(*of its inputs[reads_second], *handed over)` the gradients of its parameters."""
+    """A backward graph in two. `first`, given the inputs `reads_first` of the whole, gives the gradients of what the
+    function was handed, then what it hands over (`over`, as it was traced); `second`, given the inputs `reads_second`
+    and that, the gradients of the parameters."""
 
     first: GraphModule
     second: GraphModule

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from shardlib import wire
 from shardlib.autodiff import dual
@@ -292,11 +291,3 @@ class _Turn:
     def _RB(self, s: int, k: int) -> None:
         made = self.work.stages[s].joint
         self._receive("B", s + 1, k, [made.results[i] for i in made.floats])
-
-
-def own_turn(switch: Switch, index: int) -> GraphModule:
-    """What the rank of an index runs, made once."""
-    held = switch.__dict__.setdefault("_made", {})
-    if index not in held:
-        held[index] = switch.turn(index)
-    return held[index]
