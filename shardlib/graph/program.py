@@ -20,7 +20,7 @@ from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, group, group_size, inputs, size_of
 from shardlib.phases import part_of
 from shardlib.switch import Switch
-from shardlib.wire import resolve
+from shardlib.wire import SEND, resolve
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 BACKENDS = ("graph", "regional", "inductor")
@@ -52,7 +52,8 @@ class Collective:
 
 
 def collectives(module: GraphModule) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    """Every collective of a program in order; one in a called graph counts as often as it is called. Of a pipeline
+    those of its first rank, with the messages that this sends."""
     return list(sends(module).values())
 
 
@@ -74,7 +75,7 @@ def sends(
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
             out |= sends(child, node.target, times * called[node.target], below)
-        if node.target in STARTS:
+        if node.target in STARTS or node.target is SEND:
             out[node] = _collective(node, graph, times, known)
     return out
 
@@ -93,13 +94,13 @@ def group_names(module: GraphModule) -> list[str]:
 
 def bytes_sent(op: str, size: int, n: int) -> int:
     """What each of `n` ranks sends in a collective of an operand of `size` bytes, by the usual ring algorithms."""
-    if op in ("ppermute", "pbroadcast"):
+    if op in ("ppermute", "pbroadcast", "send"):
         return size
     return {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
 
 
 def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -> Collective:
-    op, (name, n) = STARTS[node.target], group(node)
+    op, (name, n) = STARTS.get(node.target, "send"), group(node)
     size = size_of(arg(node))
     sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":

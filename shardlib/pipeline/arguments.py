@@ -93,8 +93,8 @@ class Arguments:
             if spec.dims[at].axes != (self.axis,) or at > 1 or (shape[0] if at else 1) != v:
                 lead = f"layers/{self.axis}" if v == 1 else f"v layers/{self.axis}"
                 raise SpecError(
-                    f"`{self.paths[i]}` is `{spec}` of shape {shape}; the schedule has {self.schedule.stages} stages, {v} "
-                    f'on each of {self.ranks} ranks: stack its blocks by sl.stack("{lead}"){f", v={v}" * (v > 1)}'
+                    f"`{self.paths[i]}` is `{spec}` of shape {shape}; the schedule has {self.schedule.stages} stages, "
+                    f'{v} on each of {self.ranks} ranks: stack blocks by sl.stack("{lead}"){f" with v={v}" * (v > 1)}'
                 )
             lengths.add(shape[at])
         if len(lengths) > 1:

@@ -10,13 +10,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 
 from shardlib import collectives as c
 from shardlib import tree
+from shardlib.accumulate import added
 from shardlib.autodiff import Aux, GradFn, as_gradient, aux_of
 from shardlib.errors import SpecError
+from shardlib.graph import trace
 from shardlib.graph.nodes import inputs, sliced, used_placeholders
 from shardlib.graph.program import copied
-from shardlib.graph.trace import Meta, added, call, is_inlining
+from shardlib.graph.trace import Meta, call, is_inlining
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Memo, Part
+from shardlib.phases import gradients
 from shardlib.pipeline.arguments import Arguments, stacked_over
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced, takes_another, traced
@@ -77,7 +80,8 @@ class Pipeline(GradFn):
 
     def forward(self, *args: Any, key: Any = None, extra: Any = None) -> tuple[Mean, Aux]:
         """The loss itself: the forward actions of the schedule."""
-        here = _Call(self, *args, key, None, False)
+        params, batch = args
+        here = _Call(self, params, batch, key, None, False)
         totals, aux, _ = here.run([])
         return here.mean(totals), aux
 
@@ -89,7 +93,8 @@ class Pipeline(GradFn):
         seeds: Sequence[Tensor] | None = None,
         part: Part | None = None,
     ) -> Any:
-        here = _Call(self, *args, key, part, True)
+        params, batch = args
+        here = _Call(self, params, batch, key, part, True)
         weights = here.weights()
         if seeds is None:
             pairs = zip(here.last.coefficients, weights, strict=True)
@@ -178,7 +183,7 @@ class _Call:
         here = self.given.here
         flat = [x.contiguous() for x in flat]
         if get_proxy_mode() is not None:
-            return call(added(name, copied(module) if isinstance(module, Switch) else module), flat, results)
+            return call(trace.added(name, copied(module) if isinstance(module, Switch) else module), flat, results)
         if any(valueless(x) for x in flat):
             return self._as_fake(results)
         if isinstance(module, Switch):
@@ -215,7 +220,7 @@ class _Call:
             self._ran("weights", module, [*rest, *given.context(k)], results)
             for k in range(given.schedule.microbatches)
         ]
-        return [sum(ws[1:], start=ws[0]) for ws in zip(*each, strict=True)]
+        return [added(ws) for ws in zip(*each, strict=True)]
 
     def _weights_alone(self) -> Any:
         """The graph of the weights, without what the last function is handed."""
@@ -252,6 +257,7 @@ class _Call:
             for i in (positions[k] for k in given.trained(positions)):
                 if i not in found:  # no function uses it
                     found[i] = torch.zeros_like(given.flat[i])
+        gradients(found.values(), [given.paths[i] for i in found])
         made = {i: as_gradient(here, given.flat[i], g, given.paths[i]) for i, g in found.items()}
         if given.part is None:
             return tree.unflatten(given.structure, [made.get(i) for i in given.places])

@@ -148,8 +148,8 @@ def _passed(f: Callable[..., Any], out: Any) -> Any:
     for path, x in zip(tree.paths(out), tree.leaves(out), strict=True):
         if not isinstance(x, Tensor):
             raise SpecError(
-                f"pipeline: `{path}` of what {getattr(f, '__name__', 'a stage')} returns is a {type(x).__name__}; "
-                "stages hand on trees of tensors"
+                f"`{path}` of what {getattr(f, '__name__', 'a stage')} returns is of type {type(x).__name__}; stages "
+                "hand on trees of tensors"
             )
     return tree.map_(lambda x: x.contiguous(), out)
 
