@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -174,6 +175,7 @@ def _halved(module: GraphModule, weights: int) -> Halves:
     order, ends, given = list(graph.graph.nodes), outputs(graph.graph), inputs(graph.graph)
     own, handed = ends[:weights], ends[weights:]
     first = ancestors(handed) - {*given}
+    first |= {n for n in order if n.target is getitem and n.args[0] in first and not again(n)}  # one of several results
     second = ancestors(own) - first - {*given}
     read = [a for n in order if n in second for a in n.all_input_nodes] + own
     for a in read:  # grows: views are made again
