@@ -26,7 +26,7 @@ from shardlib.switch import Switch
 from shardlib.wire import RECEIVE, SEND, SENT
 
 RANKS = 2
-SIZES = SIZES | {"even": Size(model=256, layers=8, heads=4, vocab=512, rows=8)}
+SIZES = SIZES | {"even": Size(model=256, layers=8, heads=4, vocab=512, seq=128, rows=8)}
 Step = Callable[[], float]
 
 
