@@ -56,11 +56,11 @@ SCHEDULES: dict[str, Any] = {
 
 def train(mesh: sl.Mesh, schedule: Any, steps: int, layers: int = 4) -> tuple[float, float]:
     """The first and the last loss."""
-    sizes = gpt.sizes(vocab=32, layers=layers, model=32, heads=4)
+    sizes = gpt.sizes(vocab=32, layers=layers, model=16, heads=2)
     v = schedule(mesh.size("pp")).stages // mesh.size("pp")
     loss = sl.pipeline(first, stage, last, schedule, axis="pp")
     layout = sl.zero(sl.specs(GPT), axis="dp", stage=1)
-    step = sl.jit(sl.step(loss, sl.optim.adamw(1e-2), layout=layout, clip=1.0), donate_argnums=0)
+    step = sl.jit(sl.step(loss, sl.optim.adamw(2e-2), layout=layout, clip=1.0), donate_argnums=0)
     losses = []
     with mesh:
         params = sl.init(GPT, sizes=sizes | {"v": v, "layers": layers // v}, key=sl.random.key(0))
@@ -71,7 +71,7 @@ def train(mesh: sl.Mesh, schedule: Any, steps: int, layers: int = 4) -> tuple[fl
     return losses[0], losses[-1]
 
 
-def main(name: str = "one_f_one_b", steps: int = 20) -> None:
+def main(name: str = "one_f_one_b", steps: int = 10) -> None:
     launched = "WORLD_SIZE" in os.environ
     mesh = sl.make_mesh(dp=-1, tp=1, pp=2) if launched else sl.make_mesh(dp=2, tp=2, pp=2, simulate=True)
     schedule = SCHEDULES[name]

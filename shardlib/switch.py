@@ -16,12 +16,12 @@ class Switch(GraphModule):
         for name, child in root.named_children():
             if name not in dict(self.named_children()):
                 self.add_module(name, child)
-        self.group = group
-        self.turns = [self.graph, *turns[1:]]
-        self._alone: dict[int, GraphModule] = {}
+        self.group, self.turns = group, list(turns)
+        for graph in turns:
+            graph.owning_module = self
 
     def turn(self, index: int) -> GraphModule:
         """What one of the ranks runs, as a module of its own."""
-        if index not in self._alone:
-            self._alone[index] = GraphModule(self, self.turns[index])
-        return self._alone[index]
+        graph = Graph()
+        graph.output(graph.graph_copy(self.turns[index], {}))
+        return GraphModule(self, graph)

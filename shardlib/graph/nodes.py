@@ -1,5 +1,6 @@
 """Nodes of traced graphs: what shares memory with what, what nothing needs, what a pass may move."""
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence, Set
@@ -118,16 +119,20 @@ def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
 
 
 def _returned(child: Any) -> list[tuple[set[int], set[int]]]:
-    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number."""
-    if isinstance(child, Switch):  # results of any of its turns
-        turns = [_returned(child.turn(i)) for i in range(len(child.turns))]
-        return [(set().union(*(h for h, _ in xs)), set().union(*(s for _, s in xs))) for xs in zip(*turns, strict=True)]
-    inner, given = roots(child.graph), inputs(child.graph)
-    numbers = {n: i for i, n in enumerate(inner)}
-    held = [inner.get(end, set()) for end in outputs(child.graph)]
-    return [
-        ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"}) for rs in held
-    ]
+    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number; of a
+    graph that takes turns those of any."""
+    found: list[tuple[set[int], set[int]]] = []
+    count = itertools.count()
+    for graph in child.turns if isinstance(child, Switch) else [child.graph]:
+        inner, given = roots(graph), inputs(graph)
+        numbers = {n: next(count) for n in inner}
+        held = [inner.get(end, set()) for end in outputs(graph)]
+        each = [
+            ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"})
+            for rs in held
+        ]
+        found = each if not found else [(a | c, b | d) for (a, b), (c, d) in zip(found, each, strict=True)]
+    return found
 
 
 def inputs(graph: torch.fx.Graph) -> list[Node]:

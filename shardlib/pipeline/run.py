@@ -68,6 +68,7 @@ class Pipeline(GradFn):
         self.takes_key = any(takes)
         self.traced: dict[Any, Traced] = Memo()
         self.switches: dict[Any, tuple[Work, Switch]] = Memo()
+        self.turns: dict[tuple[int, int], Any] = Memo()
         self.weighing: dict[Any, tuple[Traced, Any]] = Memo()
 
     def laid_out(self, layout: Layout) -> Layout:
@@ -188,7 +189,8 @@ class _Call:
             return self._as_fake(results)
         if isinstance(module, Switch):
             rank = current_rank() if here.mesh.simulate else here.mesh.rank
-            module = module.turn(here.mesh.coordinates(rank or 0)[self.given.axis])
+            index = here.mesh.coordinates(rank or 0)[self.given.axis]
+            module = self.of.turns.setdefault((id(module), index), module.turn(index))
         with paused(), torch.no_grad():
             return [m.label(here, x) for m, x in zip(results, module(*flat), strict=True)]
 

@@ -127,6 +127,7 @@ class _Turn:
         self.due: dict[Any, list[Tensor]] = {}  # what the second half of a backward is given
         self.handles: dict[tuple[str, int], list[Tensor]] = {}
         self.sums: dict[Any, Tensor] = {}
+        self.fresh: set[Any] = set()
 
     def results(self) -> list[Tensor]:
         """Do the actions; what the rank gives."""
@@ -155,8 +156,15 @@ class _Turn:
         return out
 
     def _add(self, key: Any, x: Tensor, m: Meta | None = None) -> None:
+        """Add to a sum: the second makes a value of its own, into which further ones are written."""
         x = x if m is None else x.to(m.dtype)
-        self.sums[key] = self.sums[key] + x if key in self.sums else x.clone(memory_format=torch.contiguous_format)
+        if key not in self.sums:
+            self.sums[key] = x.contiguous()
+        elif key in self.fresh:
+            self.sums[key].add_(x)
+        else:
+            self.sums[key] = self.sums[key] + x
+            self.fresh.add(key)
 
     # ---- compute
 
