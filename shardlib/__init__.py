@@ -10,7 +10,7 @@ local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
 transforms        grad value_and_grad remat scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
-pipelines         Schedule schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
+pipelines         pipeline Schedule; schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare

@@ -86,7 +86,8 @@ def group_names(module: GraphModule) -> list[str]:
     for node in module.graph.nodes:
         if node.op == "call_module":
             child: Any = module.get_submodule(node.target)
-            seen |= dict.fromkeys(group_names(child))
+            for each in [child, *(child.children() if isinstance(child, Switch) else ())]:
+                seen |= dict.fromkeys(group_names(each))
         elif str(node.target).startswith(("_c10d_functional.", "shardlib.")):
             seen |= dict.fromkeys(a for a in node.args if isinstance(a, str) and "/" in a)
     return [*seen]
