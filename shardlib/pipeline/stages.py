@@ -136,12 +136,16 @@ def _of_used(made: Joint, used: Sequence[bool]) -> Joint:
 
 
 def takes_another(f: Callable[..., Any], given: int) -> bool:
-    """Whether a function takes another argument after `given`: the key."""
+    """Whether a function takes the key after `given` other arguments: one of that name, or one without a default."""
     try:
-        parameters = inspect.signature(f).parameters.values()
+        parameters = list(inspect.signature(f).parameters.values())[given:]
     except (TypeError, ValueError):
         return True
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > given
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters if _asks(p))
+
+
+def _asks(p: inspect.Parameter) -> bool:
+    return p.name == "key" or p.default is p.empty
 
 
 def _passed(f: Callable[..., Any], out: Any) -> Any:
