@@ -39,13 +39,13 @@ def part_of(node: Node) -> str:
     return next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
 
 
-def noted(kind: str, values: Any) -> Any:
-    """`values`, a tree; while a program is traced, their nodes know that they hold `kind`."""
+def noted(kind: str, values: Any, what: str = "kind") -> Any:
+    """`values`, a tree; while a program is traced, their nodes know that they hold `kind` (in `meta[what]`)."""
     mode = get_proxy_mode()
     if mode is not None:
         for proxy in map(mode.tracer.unwrap_proxy, tree.leaves(values)):
             if isinstance(proxy, Proxy):
-                proxy.node.meta["kind"] = kind
+                proxy.node.meta[what] = kind
     return values
 
 

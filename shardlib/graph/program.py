@@ -107,7 +107,7 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
-    said = _origin(arg(node), paths) or node.name
+    said = node.meta.get("action") or _origin(arg(node), paths) or node.name
     return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
 
 

@@ -142,19 +142,19 @@ class _Call:
         """The totals, the metrics and, with seeds, the gradients."""
         given = self.given
         work = Work(
-            given.schedule,
-            given.inner,
-            given.here.mesh.group((given.axis,)),
-            self.first,
-            self.stages,
-            self.last,
-            given.layers,
-            [given.meta(given.flat[i]) for i in given.rest],
-            [given.layer_meta(k, None) for k in range(len(given.own))],
-            [given.meta(x) for x in tree.leaves(given.batches[0])],
-            [given.meta(x) for x in given.key],
-            [given.meta(x) for x in given.numbers[:1]],
-            [replace(given.meta(x), leaf=None) for x in seeds],
+            schedule=given.schedule,
+            mesh=given.inner,
+            group=given.here.mesh.group((given.axis,)),
+            first=self.first,
+            stages=self.stages,
+            last=self.last,
+            layers=given.layers,
+            rest=[given.meta(given.flat[i]) for i in given.rest],
+            own=[given.layer_meta(k, None) for k in range(len(given.own))],
+            batch=[given.meta(x) for x in tree.leaves(given.batches[0])],
+            key=[given.meta(x) for x in given.key],
+            number=[given.meta(x) for x in given.numbers[:1]],
+            seeds=[replace(given.meta(x), leaf=None) for x in seeds],
         )
         letters = [*"P" * len(work.totals)]
         if seeds:

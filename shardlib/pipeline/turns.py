@@ -13,6 +13,7 @@ from shardlib import wire
 from shardlib.autodiff import dual
 from shardlib.graph.trace import Meta, added, call, meta, strides, typed
 from shardlib.mesh import Inner
+from shardlib.phases import noted
 from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced
@@ -75,12 +76,12 @@ class Work:
     def gradients(self) -> list[Meta]:
         """Of the gradients, in order."""
         own, rest = self.trained
-        return [self._gradient(self.own[i]) for _ in range(self.chunks) for i in own] + [
-            self._gradient(self.rest[i]) for i in rest
+        return [self.gradient(self.own[i]) for _ in range(self.chunks) for i in own] + [
+            self.gradient(self.rest[i]) for i in rest
         ]
 
-    def _gradient(self, m: Meta) -> Meta:
-        """Of the sum of several micro-batches: in float32 or wider."""
+    def gradient(self, m: Meta) -> Meta:
+        """Of the gradient of a parameter; of several micro-batches the sum, in float32 or wider."""
         dtype = torch.promote_types(m.dtype, torch.float32) if self.schedule.microbatches > 1 else m.dtype
         assert m.kind is not None
         return Meta(m.shape, strides(torch.empty(m.shape, device="meta")), dtype, m.device, dual(m.kind))
@@ -192,22 +193,18 @@ class _Turn:
             self.saved[id(f), s, k] = given, out[len(f.given) :]
         return out[: len(f.given)]
 
-    def _behind(self, s: int, k: int) -> list[Tensor]:
-        """The cotangents of what a stage that is not the last gave."""
-        return self._take("B", s + 1, k)
-
     def _losses(self) -> list[Tensor]:
         """The cotangents of the totals."""
         return [seed.to(m.dtype) for seed, m in zip(self.seeds, self.work.last.given, strict=False)]
 
     def _B(self, s: int, k: int) -> None:
         work = self.work
-        given = self._pull(work.last, k, self._losses()) if s == self.last else self._behind(s, k)
+        given = self._pull(work.last, k, self._losses()) if s == self.last else self._take("B", s + 1, k)
         self._handed(s, k, self._pull(work.stages[s], k, given, s))
 
     def _I(self, s: int, k: int) -> None:
         work = self.work
-        given = self._pull_first(work.last, k, self._losses()) if s == self.last else self._behind(s, k)
+        given = self._pull_first(work.last, k, self._losses()) if s == self.last else self._take("B", s + 1, k)
         x = self._pull_first(work.stages[s], k, given, s)
         if s:
             self._handed(s, k, x)
@@ -262,10 +259,10 @@ class _Turn:
         """Add the gradients of a function's parameters to those of other micro-batches."""
         for i, g in zip(f.at, gradients, strict=False):
             if s is None:
-                self._add(("rest", i), g, self.work._gradient(self.work.rest[i]))
+                self._add(("rest", i), g, self.work.gradient(self.work.rest[i]))
             else:
                 chunk = s // self.work.schedule.ranks
-                self._add(("own", chunk, i), g, self.work._gradient(self.work.own[i]))
+                self._add(("own", chunk, i), g, self.work.gradient(self.work.own[i]))
 
     # ---- between ranks
 
@@ -280,7 +277,8 @@ class _Turn:
         for handle in self.handles.pop((way, rank), []):
             wire.sent(handle)
         values = self.made.pop(Action(way, s, k))
-        self.handles[way, rank] = [wire.isend(x, rank, self.work.group) for x in values]
+        handles = [wire.isend(x, rank, self.work.group) for x in values]
+        self.handles[way, rank] = noted(f"{way}{s}.{k}", handles, "action")
 
     def _receive(self, way: str, s: int, k: int, metas: Sequence[Meta]) -> None:
         rank = self.work.schedule.placement[s]
