@@ -5,12 +5,13 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
 from shardlib.switch import Switch
+from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
@@ -28,7 +29,7 @@ def in_place(module: GraphModule) -> GraphModule:
     in the graph of a micro-batch, to which the last one's is given. The gradient of logits goes where they were. Saves
     a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
-    storages = _Storages(module)
+    storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         if node.target is _ADAMW:
             _update(node, storages)
@@ -47,7 +48,7 @@ def reuse(module: GraphModule) -> GraphModule:
 
     Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
     """
-    storages = _Storages(module)
+    storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         _written_into(node, "call_function", storages)
     return dead_code(module)
@@ -56,12 +57,13 @@ def reuse(module: GraphModule) -> GraphModule:
 class _Storages:
     """Which storages nothing reads any more after a node. Each is taken once."""
 
-    def __init__(self, module: GraphModule) -> None:
-        self.order = positions(module.graph)
-        self.roots = roots(module.graph)
+    def __init__(self, graph: Graph) -> None:
+        self.order = positions(graph)
+        self.roots = roots(graph)
         self.readers: dict[Node, set[Node]] = {}
+        starts = {*STARTS, SEND}
         for node, held in self.roots.items():
-            reads = {w for u in node.users for w in (u, *(u.users if u.target in STARTS else ()))}  # up to its wait
+            reads = {w for u in node.users for w in (u, *(u.users if u.target in starts else ()))}  # up to its wait
             for root in held:
                 self.readers.setdefault(root, set()).update(reads)
 
@@ -153,13 +155,21 @@ def _over_logits(node: Node, storages: _Storages) -> None:
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
     """Donate to the called graphs what no caller reads after a call, and write into that."""
-    calls: dict[Any, list[Node]] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), (Island, Switch)):
-            calls.setdefault(node.target, []).append(node)
+    _give(module, [(module.graph, storages)])
+    for child in module.children():
+        if isinstance(child, Switch):
+            _give(child, [(turn, _Storages(turn)) for turn in child.turns])
+
+
+def _give(module: GraphModule, callers: list[tuple[Graph, _Storages]]) -> None:
+    calls: dict[Any, list[tuple[Node, _Storages]]] = {}
+    for graph, storages in callers:
+        for node in graph.nodes:
+            if node.op == "call_module" and not isinstance(module.get_submodule(node.target), (Island, Switch)):
+                calls.setdefault(node.target, []).append((node, storages))
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)
         for i, placeholder in enumerate(inputs(child.graph)):
-            if all(storages.ends(site.args[i], site) for site in sites):
+            if all(storages.ends(site.args[i], site) for site, storages in sites):
                 placeholder.meta["donated"] = True
         module.set_submodule(target, in_place(child))

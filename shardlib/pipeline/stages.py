@@ -38,10 +38,11 @@ class Halves:
 class Traced:
     """One function for one shape of its inputs: parameters, what the function before gave (`handed`), the micro-batch,
     the key, the number of the micro-batch. The backward gives the gradients of the parameters `at`, then of the floats
-    among what was handed."""
+    among what was handed; that of a parameter whose `layers` are not 0 as so many, for each layer its own."""
 
     joint: Joint
     at: list[int]
+    layers: list[int]
     coefficients: tuple[float, ...] = ()
     _halves: Halves | None = None
 
@@ -55,10 +56,15 @@ class Traced:
         """Of the last function, which of its results are the weights."""
         return range(len(self.coefficients), 2 * len(self.coefficients))
 
+    @property
+    def of_parameters(self) -> int:
+        """How many of the results of the backward are gradients of parameters."""
+        return sum(max(1, n) for n in self.layers)
+
     def halves(self) -> Halves:
         """The backward in two."""
         if self._halves is None:
-            self._halves = _halved(self.joint.backward, len(self.at))
+            self._halves = _halved(self.joint.backward, self.of_parameters)
         return self._halves
 
 
@@ -120,19 +126,29 @@ def traced(
         getattr(f, "__name__", what),
         (lambda out: out[0]) if last else (lambda out: out),
     )
-    used = used_placeholders(made.forward)
-    return Traced(_of_used(made, [used[i] for i in at]), [i for i in at if used[i]], tuple(coefficients))
+    made, used = made if differentiated else replace(made, gradients=[]), used_placeholders(made.forward)
+    made, layers = _by_layer(made, [used[i] for i in at])
+    return Traced(made, [i for i in at if used[i]], layers, tuple(coefficients))
 
 
-def _of_used(made: Joint, used: Sequence[bool]) -> Joint:
-    """Without the gradients of the parameters that are not used, which are zero."""
-    if all(used) or not made.gradients:
-        return made
-    keep = [*used, *[True] * (len(made.gradients) - len(used))]
-    graph = made.backward.graph
-    graph.output_node().args = ([x for x, k in zip(outputs(graph), keep, strict=True) if k],)
-    clean(made.backward).recompile()
-    return replace(made, gradients=[m for m, k in zip(made.gradients, keep, strict=True) if k])
+def _by_layer(made: Joint, used: Sequence[bool]) -> tuple[Joint, list[int]]:
+    """Without the gradients of the parameters that are not used, which are zero; those that are stacked, in a loop over
+    layers, as the layers' own, which are added up over micro-batches before they are stacked. How many each is then."""
+    graph, results, gradients, layers = made.backward.graph, [], [], []
+    for i, (x, m) in enumerate(zip(outputs(graph), made.gradients, strict=True)):
+        stacked = i < len(used) and used[i] and x.target is torch.ops.aten.stack.default and len(x.args) == 1
+        if i < len(used) and used[i]:
+            layers.append(len(x.args[0]) if stacked else 0)
+        if stacked:
+            results += x.args[0]
+            gradients += [replace(m, shape=m.shape[1:], stride=m.stride[1:])] * len(x.args[0])
+        elif i >= len(used) or used[i]:
+            results.append(x)
+            gradients.append(m)
+    if results or made.gradients:
+        graph.output_node().args = (results,)
+        clean(made.backward).recompile()
+    return replace(made, gradients=gradients), layers
 
 
 def takes_another(f: Callable[..., Any], given: int) -> bool:

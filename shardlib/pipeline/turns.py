@@ -149,6 +149,9 @@ class _Turn:
         out = []
         for key, m in zip(keys, work.results, strict=True):
             x = self.sums.get(key)
+            layers = [self.sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in self.sums]
+            if layers:
+                x = torch.stack(layers)
             if x is None:
                 x = torch.zeros(m.shape, dtype=m.dtype, device=m.device)
             elif key[0] == "own" and x.shape[0] < m.shape[0]:
@@ -236,13 +239,13 @@ class _Turn:
             return []
         out = call(added(f"{self.work.name(f)}_backward", f.joint.backward), args, f.joint.gradients)
         self._count(f, out, s)
-        return out[len(f.at) :]
+        return out[f.of_parameters :]
 
     def _pull_first(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None = None) -> list[Tensor]:
         """The first half of a backward: the gradients of what the function was handed."""
         args, halves = self._arguments(f, k, cotangents, s), f.halves()
         over = [meta(x) for x in halves.over]
-        gradients = f.joint.gradients[len(f.at) :]
+        gradients = f.joint.gradients[f.of_parameters :]
         target = added(f"{self.work.name(f)}_input", halves.first)
         out = call(target, [args[i] for i in halves.reads_first], [*gradients, *over])
         self.due[id(f), s, k] = [*(args[i] for i in halves.reads_second), *out[len(gradients) :]]
@@ -253,16 +256,18 @@ class _Turn:
         args = self.due.pop((id(f), s, k))
         if f.at:
             target = added(f"{self.work.name(f)}_weight", f.halves().second)
-            self._count(f, call(target, args, f.joint.gradients[: len(f.at)]), s)
+            self._count(f, call(target, args, f.joint.gradients[: f.of_parameters]), s)
 
     def _count(self, f: Traced, gradients: list[Tensor], s: int | None) -> None:
         """Add the gradients of a function's parameters to those of other micro-batches."""
-        for i, g in zip(f.at, gradients, strict=False):
-            if s is None:
-                self._add(("rest", i), g, self.work.gradient(self.work.rest[i]))
-            else:
-                chunk = s // self.work.schedule.ranks
-                self._add(("own", chunk, i), g, self.work.gradient(self.work.own[i]))
+        given = iter(gradients)
+        for i, layers in zip(f.at, f.layers, strict=True):
+            key: Any = ("rest", i) if s is None else ("own", s // self.work.schedule.ranks, i)
+            m = self.work.gradient(self.work.rest[i] if s is None else self.work.own[i])
+            for n in range(layers):
+                self._add((*key, n), next(given), m)
+            if not layers:
+                self._add(key, next(given), m)
 
     # ---- between ranks
 
