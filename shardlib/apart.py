@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ class Apart:
         if self.waiting:
             told = dict.fromkeys(self.outputs, "finished")
             told |= {r: wire.describe(asked[0], operands) for r, (asked, operands) in self.waiting.items()}
-            raise RankError(f"deadlock: no rank can go on\n{wire.by_rank(told)}")
+            self._fail(next(iter(self.waiting)), RankError(f"deadlock: no rank can go on\n{wire.by_rank(told)}"))
         return [self.outputs[r] for r in range(len(self.ranks))]
 
     def _post(self, asked: Any, operands: list[Any]) -> None:
@@ -60,18 +60,30 @@ class Apart:
             x = mail.popleft()
             if (list(x.shape), x.dtype) != (list(shape), dtype):
                 found = wire.describe(wire.SEND, [x, members.index(rank), operands[-1]])
-                raise wire.disagreement({members[source]: found, rank: wire.describe(asked[0], operands)})
+                told = {members[source]: found, rank: wire.describe(asked[0], operands)}
+                self._fail(rank, wire.disagreement(told))
             self.waiting.pop(rank)
             self.ready.append((rank, {rank: x}))
         elif all(self._meets(m, members) for m in members):
-            self.rank = members[0]
+            given = [self.waiting[m][1] for m in members]
             if any(self.waiting[m][0][0] is not asked[0] for m in members):
-                raise wire.disagreement({m: wire.describe(self.waiting[m][0][0], self.waiting[m][1]) for m in members})
-            given = [self.waiting.pop(m)[1] for m in members]
-            for m, result in zip(members, wire.combine(asked[0], given, members), strict=True):
+                told = {m: wire.describe(self.waiting[m][0][0], x) for m, x in zip(members, given, strict=True)}
+                self._fail(members[0], wire.disagreement(told))
+            try:
+                results = wire.combine(asked[0], given, members)
+            except Exception as e:
+                self._fail(members[0], e)
+            for m, result in zip(members, results, strict=True):
+                del self.waiting[m]
                 self.ready.append((m, {m: result}))
             for handed in given:
                 handed.clear()
+
+    def _fail(self, rank: int, error: Exception) -> NoReturn:
+        """Raise an error where a rank waits, so that its traceback leads through the node."""
+        self.rank = rank
+        self.ranks[rank].throw(error)
+        raise error
 
     def _meets(self, rank: int, members: tuple[int, ...]) -> bool:
         """Whether a rank waits in a collective of these."""

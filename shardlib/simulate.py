@@ -244,7 +244,7 @@ class _Writer:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.count = mesh, itertools.count()
-        self.names, self.source = dict[str, Any](), list[str]()
+        self.names, self.source, self.written = dict[str, Any](), list[str](), dict[GraphModule, str]()
 
     def constant(self, value: Any) -> str:
         self.names[name := f"k{next(self.count)}"] = value
@@ -294,7 +294,9 @@ class _Writer:
         return self.constant(target) + call, ""
 
     def graph(self, module: Any, path: str = "") -> str:
-        """Write the generator of a graph, after those of the graphs that it calls; its name."""
+        """Write the generator of a graph, once, after those of the graphs that it calls; its name."""
+        if module in self.written:
+            return self.written[module]
         *nodes, output = module.graph.nodes
         env = {node: f"v{next(self.count)}" for node in nodes if node.op == "placeholder"}
         lines = [(f"[{', '.join(env.values())}]", "given", "", "the inputs")]
@@ -314,6 +316,7 @@ class _Writer:
             code = [*([hand, *free] if hand else []), f"{out} = {text}", *([] if at else ["given.clear()"]), *free]
             self.source.append(f"    {'; '.join(code)}  # {comment}")
         self.source += [f"    return {result}", "    yield  # a generator even without collectives"]
+        self.written[module] = name
         return name
 
 
