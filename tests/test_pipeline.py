@@ -1,5 +1,6 @@
 """Pipelines: on any schedule, mesh and layout a step does as one process, and what cannot run is told first."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,24 @@ def test_a_program_calls_each_function_once_traced() -> None:
     tied = [c for c in sent if "embed" in c.name and len(c.shape) == 2]
     assert [(c.op, c.axis) for c in tied] == [("all_gather", "pp"), ("psum_scatter", "pp")]
     assert "isend(" in program.as_text() and program.memory().total > 0
+
+
+def test_weights_are_gathered_as_often_as_the_layout_says() -> None:
+    """ZeRO-3: by stages for every micro-batch, or once before the first."""
+    whole, cut = (sl.zero(specs(False, 1), "dp", stage) for stage in (0, 3))
+    sent, norms = [], []
+    for layout in (cut, replace(cut, compute=whole.compute)):
+        step = sl.jit(
+            sl.step(sl.pipeline(first, stage, last, schedules.one_f_one_b(2)), sl.optim.sgd(0.1), layout=layout)
+        )
+        with sl.make_mesh(dp=2, tp=1, pp=2, simulate=True):
+            state = step.init(sl.shard(model(weights(2, False), 1), specs(False, 1)))
+            mb = sl.shard(batch(4, 0), "batch/dp seq")
+            found = [c for c in step.lower(state, mb).collectives() if (c.op, c.axis) == ("all_gather", "dp")]
+            sent.append({c.graph for c in found})
+            norms.append(step(state, mb)[1]["grad_norm"].item())
+    assert "step" not in sent[0] and {"first", "stage"} <= sent[0] and sent[1] == {"step"}
+    assert norms[0] == pytest.approx(norms[1], abs=1e-12)
 
 
 # ---- errors
