@@ -83,4 +83,4 @@ def main(name: str = "one_f_one_b", steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "one_f_one_b")
