@@ -126,7 +126,7 @@ def traced(
         getattr(f, "__name__", what),
         (lambda out: out[0]) if last else (lambda out: out),
     )
-    made, used = made if differentiated else replace(made, gradients=[]), used_placeholders(made.forward)
+    used = used_placeholders(made.forward)
     made, layers = _by_layer(made, [used[i] for i in at])
     return Traced(made, [i for i in at if used[i]], layers, tuple(coefficients))
 
@@ -134,18 +134,19 @@ def traced(
 def _by_layer(made: Joint, used: Sequence[bool]) -> tuple[Joint, list[int]]:
     """Without the gradients of the parameters that are not used, which are zero; those that are stacked, in a loop over
     layers, as the layers' own, which are added up over micro-batches before they are stacked. How many each is then."""
-    graph, results, gradients, layers = made.backward.graph, [], [], []
+    graph, layers = made.backward.graph, list[int]()
+    results, gradients = list[Any](), list[Meta]()
     for i, (x, m) in enumerate(zip(outputs(graph), made.gradients, strict=True)):
-        stacked = i < len(used) and used[i] and x.target is torch.ops.aten.stack.default and len(x.args) == 1
-        if i < len(used) and used[i]:
-            layers.append(len(x.args[0]) if stacked else 0)
-        if stacked:
-            results += x.args[0]
-            gradients += [replace(m, shape=m.shape[1:], stride=m.stride[1:])] * len(x.args[0])
-        elif i >= len(used) or used[i]:
-            results.append(x)
-            gradients.append(m)
-    if results or made.gradients:
+        of_parameter, pieces = i < len(used), []
+        if of_parameter and not used[i]:
+            continue
+        if of_parameter and x.target is torch.ops.aten.stack.default and len(x.args) == 1:
+            pieces = list(x.args[0])
+        if of_parameter:
+            layers.append(len(pieces))
+        results += pieces or [x]
+        gradients += [replace(m, shape=m.shape[1:], stride=m.stride[1:])] * len(pieces) or [m]
+    if made.gradients:
         graph.output_node().args = (results,)
         clean(made.backward).recompile()
     return replace(made, gradients=gradients), layers
