@@ -11,6 +11,7 @@ one kernel        rms_norm
 transforms        grad value_and_grad remat save_name scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
                   precision dynamic_scale
+pipelines         pipeline Schedule; schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare
@@ -45,6 +46,7 @@ from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError
+from shardlib.errors import ScheduleError as ScheduleError
 from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
@@ -68,6 +70,9 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.pipeline import schedules as schedules
+from shardlib.pipeline.run import pipeline as pipeline
+from shardlib.pipeline.schedule import Schedule as Schedule
 from shardlib.policy import save_name as save_name
 from shardlib.precision import precision as precision
 from shardlib.profile import profile as profile

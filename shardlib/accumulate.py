@@ -120,7 +120,7 @@ def planned(
         where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
         key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, places(flat[0]))
         if key not in plans:
-            lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
+            lay = grad_fn.laid_out((layout or layout_of(tree.specs(state.params))).resolve(state.params))
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
             enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
             enter += [[cut_leaf(leaf, dim and dim.name, count) for leaf in leaves[1]], *leaves[2:]]

@@ -21,6 +21,7 @@ from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
 from shardlib.phases import gradients, phase
 from shardlib.types import Leaf, Region, paused, region
+from shardlib.zero import Layout
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,10 @@ class GradFn:
         """The loss itself, in a scope of names of its own."""
         with region().names(tree.leaves(args)):
             return self._loss(args, key, extra)
+
+    def laid_out(self, layout: Layout) -> Layout:
+        """The layout (of concrete specs) that this takes parameters and gives gradients in."""
+        return layout
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
         out = self.f(*args, **accepted(self.f, len(args), key=key, extra=extra))

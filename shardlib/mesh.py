@@ -178,6 +178,46 @@ class TracedMesh(Mesh):
         return super().index(axes)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Inner(Mesh):
+    """A mesh as code knows it that only some of the ranks along `hidden` run: without that axis. Groups of ranks are
+    those of the `outer` mesh."""
+
+    outer: Any = None
+    hidden: str = ""
+
+    @classmethod
+    def of(cls, mesh: Mesh, hidden: str) -> "Inner":
+        shape = {a: n for a, n in mesh.shape.items() if a != hidden}
+        groups = {g: axes for g, axes in mesh.groups.items() if hidden not in axes}
+        return cls(shape, groups, mesh.simulate, mesh.rank, mesh.device, mesh.timeout, outer=mesh, hidden=hidden)
+
+    @cached_property
+    def name(self) -> str:
+        return self.outer.name
+
+    def expand(self, axes: Axes) -> tuple[str, ...]:
+        for a in (axes,) if isinstance(axes, str) else axes:
+            if a == self.hidden or self.hidden in self.outer.groups.get(a, ()):
+                raise MeshError(
+                    f"`{a}`: inside a function of the pipeline over `{self.hidden}` nothing runs over that axis: each "
+                    "of its ranks runs another function"
+                )
+        return super().expand(axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        return {a: i for a, i in self.outer.coordinates(rank).items() if a != self.hidden}
+
+    def index(self, axes: Axes) -> int:
+        return self.outer.index(self.expand(axes))
+
+    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        return self.outer.members(rank, axes)
+
+    def group(self, axes: Sequence[str]) -> str:
+        return self.outer.group(axes)
+
+
 _current: list[Mesh] = []
 _registered: dict[str, dist.ProcessGroup] = {}
 

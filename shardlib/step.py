@@ -157,7 +157,7 @@ def evaluate(
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
     def run(params: Any, batch: Any, *, key: Tensor | None = None, extra: Any = None) -> tuple[Any, dict[str, Any]]:
-        lay = (layout or layout_of(tree.specs(params))).resolve(params)
+        lay = grad_fn.laid_out((layout or layout_of(tree.specs(params))).resolve(params))
         terms, metrics = on_ranks(lay, params, batch, key, extra)
         found = {k: Mean._of_terms(v) if isinstance(v, tuple) else v for k, v in gather(metrics).items()}
         return Mean._of_terms(gather(terms)), found

@@ -13,10 +13,17 @@ ROOT = Path(__file__).parent.parent / "shardlib"
 LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
+    [  # pure data
+        "pipeline.actions",
+        "pipeline.order",
+        "pipeline.draw",
+        "pipeline.schedule",
+        "pipeline.schedules",
+    ],
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
-    ["wire", "processes"],  # what crosses between processes
+    ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
     ["checkpoint", "monitor"],
@@ -53,6 +60,7 @@ LAYERS = [
     ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
+    ["pipeline.stages", "pipeline.arguments", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [

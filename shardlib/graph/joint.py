@@ -55,9 +55,17 @@ class Joint:
     gradients: list[Meta]
 
 
-def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequence[int], name: str) -> Joint:
+def joint(
+    f: Callable[..., Any],
+    here: Region,
+    metas: Sequence[Meta],
+    at: Sequence[int],
+    name: str,
+    of: Callable[[Any], Any] = lambda out: out,
+) -> Joint:
     """Trace `f`, a per-device function of flat tensors, and its derivative by the inputs `at`.
 
+    `of`: the first part of the result, which is what is differentiated.
     Kept is what the backward pass reads of the forward one, but for views, which are made again, and gathered
     parameters, which are gathered again. Raises `SpecError` where `f` writes in place.
     """
@@ -75,9 +83,11 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
                 full = list(xs)
                 for i, x in zip(at, diff, strict=True):
                     full[i] = x
-                flat, found["structure"] = tree.flatten(f(*full))
+                out = f(*full)
+                flat, found["structure"] = tree.flatten(out)
                 flat = distinct(flat, xs)
-                found["floats"] = [i for i, y in enumerate(flat) if y.is_floating_point() and at]
+                first = flat[: len(tree.leaves(of(out)))]
+                found["floats"] = [i for i, y in enumerate(first) if y.is_floating_point() and at]
                 rest = tuple(y for i, y in enumerate(flat) if i not in found["floats"])
                 return tuple(flat[i] for i in found["floats"]), rest
 
@@ -141,7 +151,7 @@ def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModul
     second = ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]
     for a in read:  # grows
-        if a not in second and a in first and _again(a):
+        if a not in second and a in first and again(a):
             second.add(a)
             read += a.all_input_nodes
     _refuse_writes_across(module.graph, first, second)
@@ -164,7 +174,7 @@ def _refuse_writes_across(graph: Graph, first: set[Node], second: set[Node]) -> 
             raise SpecError("a layer writes into a value that both passes read")
 
 
-def _again(node: Node) -> bool:
+def again(node: Node) -> bool:
     """Whether a value of the forward pass is made again: views cost nothing, gathered parameters are not kept, if no
     policy of `remat` says so."""
     if "kept" in node.meta:

@@ -1,5 +1,6 @@
 """Nodes of traced graphs: what shares memory with what, what nothing needs, what a pass may move."""
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence, Set
@@ -17,6 +18,7 @@ from shardlib import debug as debug  # defines an op
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
 from shardlib.policy import SAVE_NAME
+from shardlib.switch import Switch
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, SAVE_NAME}
@@ -141,13 +143,20 @@ def roots(graph: Graph) -> dict[Node, set[Node]]:
 
 
 def _returned(child: Any) -> list[tuple[set[int], set[int]]]:
-    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number."""
-    inner, given = roots(child.graph), inputs(child.graph)
-    numbers = {n: i for i, n in enumerate(inner)}
-    held = [inner.get(end, set()) for end in outputs(child.graph)]
-    return [
-        ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"}) for rs in held
-    ]
+    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number; of a
+    graph that takes turns those of any."""
+    found: list[tuple[set[int], set[int]]] = []
+    count = itertools.count()
+    for graph in child.turns if isinstance(child, Switch) else [child.graph]:
+        inner, given = roots(graph), inputs(graph)
+        numbers = {n: next(count) for n in inner}
+        held = [inner.get(end, set()) for end in outputs(graph)]
+        each = [
+            ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"})
+            for rs in held
+        ]
+        found = each if not found else [(a | c, b | d) for (a, b), (c, d) in zip(found, each, strict=True)]
+    return found
 
 
 def inputs(graph: Graph) -> list[Node]:
@@ -288,9 +297,14 @@ def waits(module: GraphModule) -> dict[Node, Node]:
 def group(start: Node) -> tuple[str, int]:
     """The name of the group that a collective runs over, and its size."""
     name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)
+    return name, group_size(name)
+
+
+def group_size(name: str) -> int:
+    """How many ranks a group of this name has."""
     mesh, axes = name.split("/")
     sizes = dict(pair.split("=") for pair in mesh.split(","))
-    return name, math.prod(int(sizes[a]) for a in axes.split(","))
+    return math.prod(int(sizes[a]) for a in axes.split(","))
 
 
 def arg(node: Node, i: int = 0) -> Any:

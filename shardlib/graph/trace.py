@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -179,10 +180,30 @@ def added(name: str, module: GraphModule) -> str:
     """The name under which the program that is being traced can call a graph."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     taken = dict(tracer.root.named_children())
+    if taken.get(name) is module:
+        return name
     target = name if name not in taken else f"{name}_{len(taken)}"
     tracer.root.add_module(target, module)
     tracer.graph.owning_module = tracer.root  # where torch looks modules up
     return target
+
+
+_analysing: ContextVar[bool] = ContextVar("analysing", default=False)
+
+
+@contextmanager
+def analysing() -> Iterator[None]:
+    """Inside, a program is traced only to see what depends on what: it will not run."""
+    held = _analysing.set(True)
+    try:
+        yield
+    finally:
+        _analysing.reset(held)
+
+
+def is_analysing() -> bool:
+    """Whether that is so."""
+    return _analysing.get()
 
 
 def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[Tensor]:
