@@ -152,7 +152,9 @@ class Agent(LocalElasticAgent):
                 os.kill(worker.id, number)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(death_sig, int(self.grace))
+        if self._pcontext:
+            self._pcontext.close(death_sig, int(self.grace))  # torch 2.11's own gives them no other time than 30 s
+        super()._shutdown(death_sig)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         workers = worker_group.workers
