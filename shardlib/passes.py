@@ -34,10 +34,18 @@ def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
-    """The program after the passes, the graphs that it calls included."""
+    """The program after the passes, the graphs that it calls included. From the first that writes in place each goes
+    through all graphs before the next: what a call is given decides where its graph may write."""
+    n = next((i for i, one in enumerate(passes) if one in (in_place, reuse)), len(passes))
+    for some in (passes[:n], *([one] for one in passes[n:])):
+        module = _through(some, module)
+    return module
+
+
+def _through(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
     for name, child in list(module.named_children()):
         if isinstance(child, GraphModule):
-            setattr(module, name, applied(passes, child))
+            setattr(module, name, _through(passes, child))
     if isinstance(module, Switch):
         return module  # its turns keep their order
     for one in passes:

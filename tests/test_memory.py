@@ -69,7 +69,7 @@ def test_gathered_and_reduced():
         assert most(3) == dict(parameters=cut, copies=whole, gradients=cut)  # written in place
 
 
-@pytest.mark.parametrize("stage, count", [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("stage, count", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
 def test_state_per_rank_is_that_of_the_paper(stage: int, count: int):
     found = points("7.5B", 4, stage, count)
     state, wanted = max(p.state for p in found), formula("7.5B", 4, stage, count)
