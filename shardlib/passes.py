@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
 from shardlib.graph.finite import check_finite as check_finite
+from shardlib.graph.fuse import Island
 from shardlib.graph.fuse import fuse as fuse
 from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
@@ -44,7 +45,7 @@ def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
 
 def _through(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
     for name, child in list(module.named_children()):
-        if isinstance(child, GraphModule):
+        if isinstance(child, GraphModule) and not isinstance(child, Island):  # which a compiler takes as it is
             setattr(module, name, _through(passes, child))
     if isinstance(module, Switch):
         return module  # its turns keep their order
