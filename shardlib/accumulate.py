@@ -193,11 +193,8 @@ def accumulated(
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = (
-        noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)),
-        [],
-        [],
-    )
+    grads = noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums))
+    all_totals, all_aux = [], []
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)

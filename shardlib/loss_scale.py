@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardlib import collectives as c
 from shardlib import tree
 from shardlib.errors import RankError, SpecError
+from shardlib.norms import not_finite
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
 from shardlib.types import padding_allowed, region
@@ -139,14 +139,9 @@ def judged(grads: Any, state: LossScale | None, scaling: Scaling | None) -> tupl
     All ranks of all axes decide at once: for every leaf they add up how many of them hold a value that is not finite.
     Raises `RankError` where too many steps in a row are skipped.
     """
-    flat = tree.leaves(grads)
-    if state is None or scaling is None or not flat:
+    if state is None or scaling is None or not tree.leaves(grads):
         return None, state
-    here = region()
-    with padding_allowed():
-        bad = torch.stack([(~torch.isfinite(g).all()).to(torch.int64) for g in flat])
-        axes = here.mesh.axis_names
-        bad = c._psum(c._pending(bad, axes), axes)
+    bad = not_finite(grads)
     finite = bad.sum() == 0
     new = scaling.after(state, finite)
     if scaling.max_skips is not None:

@@ -48,11 +48,15 @@ def global_sum(values: Any) -> Tensor:
     return _over_ranks("global_sum", values, local, torch.add, c._psum)
 
 
-def all_finite(values: Any) -> Tensor:
-    """Whether all elements of a tree of leaves in a per-device function are finite, on all ranks: invariant, 0-d."""
+def not_finite(values: Any) -> Tensor:
+    """For each leaf of a tree in a per-device function, how many ranks of all axes hold an infinity or a NaN of it:
+    int64, invariant."""
+    flat, mesh = tree.leaves(values), region().mesh
+    if not flat:
+        return torch.zeros(0, dtype=torch.int64, device=mesh.device)
     with padding_allowed():
-        bad = tree.map_(lambda x: settle((~x.isfinite()).to(torch.int64), leaf_of(x, "all_finite")), values)
-    return global_sum(bad) == 0
+        bad = torch.stack([(~torch.isfinite(x).all()).to(torch.int64) for x in flat])
+        return c._psum(c._pending(bad, mesh.axis_names), mesh.axis_names)
 
 
 def _over_ranks(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.norms import all_finite
+from shardlib.norms import not_finite
 from shardlib.optim.base import Optimizer, counter, zeros32
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
@@ -31,7 +31,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         return SkipState(inner=optimizer.init(params), skipped=counter())
 
     def update(grads: Any, state: SkipState, params: Any) -> tuple[Any, SkipState]:
-        finite = all_finite(grads)
+        finite = not_finite(grads).sum() == 0
         updates, inner = optimizer.update(grads, state.inner, params)
         updates = tree.map_(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
         skipped = state.skipped + (~finite).to(torch.int64)
