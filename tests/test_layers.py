@@ -193,6 +193,11 @@ def test_modules_are_short_and_have_names_of_their_own():
         assert not {"utils", "util", "common", "helpers", "misc"} & set(module.split("."))
 
 
+def test_the_core_is_small():
+    core = "spec tree mesh layout types collectives mean ops sharding autodiff zero step".split()
+    assert sum(len(path(m).read_text().splitlines()) for m in core) < 3500
+
+
 def test_kernels_are_no_package():
     assert (ROOT / "kernels").is_symlink() and not (ROOT / "kernels" / "__init__.py").exists()
 
