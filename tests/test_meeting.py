@@ -145,8 +145,8 @@ MISMATCHES: dict[str, tuple[Any, ...]] = {
     "a turn of a loop": (
         lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=3)[0],
         lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=4)[0],
-        r"psum `0` over `dp`, float32\[2\], .* 2 times in layer\w*\)",
-        r"psum `0` over `dp`, float32\[2\], .* 3 times in layer\w*\)",
+        r"psum `0` over `dp`, float32\[2\].* 2 times in layer\w*\)",
+        r"psum `0` over `dp`, float32\[2\].* 3 times in layer\w*\)",
     ),
 }
 
