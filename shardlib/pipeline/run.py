@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 
 from shardlib import collectives as c
 from shardlib import tree
-from shardlib.accumulate import added
+from shardlib.accumulate import added, blank
 from shardlib.autodiff import Aux, GradFn, as_gradient, aux_of
 from shardlib.errors import SpecError
 from shardlib.graph import trace
@@ -18,16 +18,19 @@ from shardlib.graph.nodes import inputs, sliced, used_placeholders
 from shardlib.graph.program import copied
 from shardlib.graph.trace import Meta, call, is_analysing
 from shardlib.mean import Mean, divide, whole
+from shardlib.mesh import current_mesh
 from shardlib.parts import Memo, Part
 from shardlib.phases import gradients
-from shardlib.pipeline.arguments import Arguments, stacked_over
+from shardlib.pipeline.arguments import Arguments, on, stacked_over
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced, takes_another, traced
 from shardlib.pipeline.turns import Work
+from shardlib.pipeline.weights import Gather
+from shardlib.sharding import settle
 from shardlib.simulate import current_rank
 from shardlib.spec import Spec
 from shardlib.switch import Switch
-from shardlib.types import paused, region, valueless
+from shardlib.types import Leaf, paused, region, valueless
 from shardlib.zero import Layout
 
 
@@ -67,6 +70,7 @@ class Pipeline(GradFn):
         takes = (takes_another(f, 2 if n == "first" else 3) for n, f in self.functions.items())
         self.takes_key = any(takes)
         self.traced: dict[Any, Traced] = Memo()
+        self.gathering: dict[Any, Gather] = Memo()
         self.switches: dict[Any, tuple[Work, Switch]] = Memo()
         self.turns: dict[tuple[int, int], Any] = Memo()
         self.weighing: dict[Any, tuple[Traced, Any]] = Memo()
@@ -79,10 +83,17 @@ class Pipeline(GradFn):
 
         return replace(layout, compute=tree.map_(one, layout.compute), grads=tree.map_(one, layout.grads))
 
-    def forward(self, *args: Any, key: Any = None, extra: Any = None) -> tuple[Mean, Aux]:
+    def taken(self, layout: Layout) -> Any:
+        """The specs of `compute`; where the schedule gathers weights, those of stages as they lie at rest."""
+        mesh = current_mesh()
+        if self.axis not in mesh.shape or not on(self.schedule, mesh.shape[self.axis]).gathers:
+            return layout.compute
+        return tree.map_(lambda c, p: p if stacked_over(c, self.axis) else c, layout.compute, layout.params)
+
+    def forward(self, *args: Any, key: Any = None, extra: Any = None, layout: Layout | None = None) -> tuple[Mean, Aux]:
         """The loss itself: the forward actions of the schedule."""
         params, batch = args
-        here = _Call(self, params, batch, key, None, False)
+        here = _Call(self, params, batch, key, None, layout, False)
         totals, aux, _ = here.run([])
         return here.mean(totals), aux
 
@@ -93,9 +104,10 @@ class Pipeline(GradFn):
         extra: Any = None,
         seeds: Sequence[Tensor] | None = None,
         part: Part | None = None,
+        layout: Layout | None = None,
     ) -> Any:
         params, batch = args
-        here = _Call(self, params, batch, key, part, True)
+        here = _Call(self, params, batch, key, part, layout, True)
         weights = here.weights()
         if seeds is None:
             pairs = zip(here.last.coefficients, weights, strict=True)
@@ -112,17 +124,19 @@ class Pipeline(GradFn):
 class _Call:
     """One call: its arguments, and the functions as they are traced for them."""
 
-    def __init__(self, of: Pipeline, params: Any, batch: Any, key: Any, part: Part | None, grad: bool) -> None:
+    def __init__(
+        self, of: Pipeline, params: Any, batch: Any, key: Any, part: Part | None, layout: Layout | None, grad: bool
+    ) -> None:
         region().asked = True  # an untyped run would not know what it is given
         self.of, self.grad = of, grad
-        self.given = Arguments(of.schedule, of.axis, params, batch, key if of.takes_key else None, part)
+        self.given = Arguments(of.schedule, of.axis, params, batch, key if of.takes_key else None, part, layout)
         given = self.given
         rest = [given.meta(given.flat[i]) for i in given.rest]
         self.first = before = self._function("first", rest, [], tree.flatten(None)[1])
         self.stages: list[Traced] = []
-        for n in given.layers:
-            own = [given.layer_meta(k, n) for k in range(len(given.own))]
-            before = self._function("stage", own, before.given, before.joint.structure)
+        self.gathers = [self._gather(n) for n in given.layers]
+        for gather in self.gathers:
+            before = self._function("stage", gather.used, before.given, before.joint.structure)
             self.stages.append(before)
         self.last = self._function("last", rest, before.given, before.joint.structure)
         self.handed = range(len(rest), len(rest) + len(before.given))  # among the inputs of the last
@@ -137,6 +151,16 @@ class _Call:
         if key not in self.of.traced:
             self.of.traced[key] = traced(self.of.functions[what], what, given.inner, metas, how, at, self.grad)
         return self.of.traced[key]
+
+    def _gather(self, layers: int) -> Gather:
+        """What gathers the parameters of a stage of so many layers, if the schedule does."""
+        given = self.given
+        metas = tuple(given.layer_meta(k, layers) for k in range(len(given.own)))
+        specs = tuple(map(given.used_as, given.own))
+        key = given.inner.name, metas, specs
+        if key not in self.of.gathering:
+            self.of.gathering[key] = Gather(metas, specs, given.inner)
+        return self.of.gathering[key]
 
     def run(self, seeds: list[Tensor]) -> tuple[list[Tensor], Aux, Any]:
         """The totals, the metrics and, with seeds, the gradients."""
@@ -155,6 +179,10 @@ class _Call:
             key=[given.meta(x) for x in given.key],
             number=[given.meta(x) for x in given.numbers[:1]],
             seeds=[replace(given.meta(x), leaf=None) for x in seeds],
+            gathers=self.gathers,
+            sums_own=[given.summed_as(i) for i in given.own],
+            sums_rest=[given.summed_as(i) for i in given.rest],
+            reduce=given.here.reduce,
         )
         letters = [*"P" * len(work.totals)]
         if seeds:
@@ -167,7 +195,8 @@ class _Call:
 
     def _switched(self, work: Work, seeds: list[Tensor], results: list[Meta]) -> list[Tensor]:
         given = self.given
-        key = (tuple(map(id, (self.first, *self.stages, self.last))), tuple(work.metas), given.inner.name)
+        sums = (*work.sums_own, *work.sums_rest, work.reduce)
+        key = (tuple(map(id, (self.first, *self.stages, self.last))), tuple(work.metas), given.inner.name, sums)
         if key not in self.of.switches:
             self.of.switches[key] = work, work.switch()
         chunks = [x for each in zip(*given.chunks, strict=True) for x in each]
@@ -258,9 +287,21 @@ class _Call:
         for positions in (given.own, given.rest):
             for i in (positions[k] for k in given.trained(positions)):
                 if i not in found:  # no function uses it
-                    found[i] = torch.zeros_like(given.flat[i])
+                    spec = given.sums.get(i)
+                    found[i] = torch.zeros_like(given.flat[i]) if spec is None else blank(given.flat[i], spec)
         gradients(found.values(), [given.paths[i] for i in found])
-        made = {i: as_gradient(here, given.flat[i], g, given.paths[i]) for i, g in found.items()}
+        made = {i: self._gradient(i, g) for i, g in found.items()}
         if given.part is None:
             return tree.unflatten(given.structure, [made.get(i) for i in given.places])
         return tree.unflatten(given.structure, [made.get(i) for i in range(len(given.flat))])
+
+    def _gradient(self, i: int, g: Tensor) -> Tensor:
+        """The gradient of the leaf at a position as a leaf: reduced, if the schedule does that, else as it is."""
+        given, here = self.given, self.given.here
+        spec = given.sums.get(i)
+        if spec is None:
+            return as_gradient(here, given.flat[i], g, given.paths[i])
+        with paused():
+            g = g.view_as(g)
+        here.set_type(g, here.make(V=spec.split, P=spec.pending))
+        return settle(g, Leaf(spec, given.leaf(i).shape))

@@ -1,0 +1,43 @@
+"""The graphs between those of a pipeline's functions: weights gathered, gradients reduced, as a layout says."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from shardlib.accumulate import summed
+from shardlib.graph.trace import Meta, typed
+from shardlib.mesh import Mesh
+from shardlib.sharding import move
+from shardlib.spec import Spec
+
+
+class Gather:
+    """The graph that brings some of a stage's parameters from how they lie at rest (`given`) to `specs` (None: stays),
+    replicated where they are gathered. `at`: which those are; `used`: what the functions then take."""
+
+    def __init__(self, given: Sequence[Meta], specs: Sequence[Spec | None], mesh: Mesh) -> None:
+        moved = {i: spec for i, spec in enumerate(specs) if spec is not None}
+        self.at = list(moved)
+        self.graph, found, _ = typed(
+            lambda *xs: [move(x, spec, False) for x, spec in zip(xs, moved.values(), strict=True)],
+            mesh,
+            [given[i] for i in moved],
+            "gather",
+        )
+        self.results = found
+        made = dict(zip(self.at, found, strict=True))
+        self.used = [made.get(i, m) for i, m in enumerate(given)]
+
+
+def reduction(
+    given: Sequence[Meta], specs: Sequence[Spec], mesh: Mesh, dtype: torch.dtype | None
+) -> tuple[GraphModule, list[Meta]]:
+    """The graph that brings gradients to `specs`, sums made in `dtype` (None: their own), and what it gives."""
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        return summed(list(xs), list(specs), dtype)
+
+    graph, found, _ = typed(run, mesh, given, "reduce")
+    return graph, found
