@@ -27,6 +27,19 @@ COMPUTE = ("F", "B", "I", "W")
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
 GATHERS = ("GF", "GB")
+MEANS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input",
+    "W": "backward, weights",
+    "SF": "send forward",
+    "RF": "receive forward",
+    "SB": "send backward",
+    "RB": "receive backward",
+    "GF": "gather weights",
+    "GB": "gather weights",
+    "R": "reduce gradients",
+}
 _TEXT = re.compile(r"(F|B|I|W|SF|RF|SB|RB|GF|GB|R)(\d+)\.(\d+)")
 
 
@@ -36,6 +49,11 @@ class Action(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+    @property
+    def words(self) -> str:
+        """It in words: `stage 2, micro-batch 5, forward (F2.5)`."""
+        return f"stage {self.stage}, micro-batch {self.microbatch}, {MEANS[self.kind]} ({self})"
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"

@@ -48,6 +48,7 @@ class Arguments:
         axis: str,
         params: Any,
         batch: Any,
+        extra: Any,
         key: Tensor | None,
         part: Part | None,
         layout: Layout | None,
@@ -71,6 +72,13 @@ class Arguments:
         self.layers = self._layers()
         self.chunks = [self._chunks(i) for i in self.own]
         self.batches, self.dim, self.numbers, self.count = self._micro_batches(batch)
+        self.extra = extra
+        for path, x in zip(tree.paths(extra), tree.leaves(extra), strict=True):
+            if self.here.over(x, axis) != "I":
+                raise SpecError(
+                    f"`{path}` of extra is {self.here.describe(x)}: every rank of `{axis}`, the axis of the pipeline, "
+                    "has whole extra"
+                )
         self.key = [] if key is None else [key]
 
     def leaf(self, i: int) -> Leaf:
@@ -231,12 +239,13 @@ class Arguments:
         found, structure = tree.flatten(
             _subtree(whole, tree.unflatten(self.structure, self.stacked)) if blocks else whole
         )
-        batch = tree.flatten(self.batches[0])[1]
-        return Inputs(structure, tuple(found), handed, batch, bool(self.key), self.dim, self.count)
+        batch, extra = tree.flatten(self.batches[0])[1], tree.flatten(self.extra)[1]
+        more = bool(self.key), self.dim, self.count, self.here.reduce
+        return Inputs(structure, tuple(found), handed, batch, extra, *more)
 
     def context(self, k: int) -> list[Tensor]:
-        """The flat inputs of every function for micro-batch `k`: its leaves, the key, its number."""
-        return [*tree.leaves(self.batches[k]), *self.key, *self.numbers[k : k + 1]]
+        """The flat inputs of every function for micro-batch `k`: its leaves, extra, the key, its number."""
+        return [*tree.leaves(self.batches[k]), *tree.leaves(self.extra), *self.key, *self.numbers[k : k + 1]]
 
 
 def _subtree(whole: Any, marks: Any) -> Any:

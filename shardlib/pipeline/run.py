@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 from shardlib import collectives as c
 from shardlib import tree
 from shardlib.accumulate import added, blank
-from shardlib.autodiff import Aux, GradFn, as_gradient, aux_of
+from shardlib.autodiff import Aux, GradFn, accepted, as_gradient, aux_of
 from shardlib.errors import SpecError
 from shardlib.graph import trace
 from shardlib.graph.nodes import inputs, sliced, used_placeholders
@@ -45,6 +45,8 @@ def pipeline(
 
     `first(params, mb, key) -> x`, `stage(blocks, x, mb, key) -> x`, `last(params, x, mb, key) -> Mean` are per-device
     functions; one that has no `key` gets none; `x` is any tree of tensors, `last` may return metrics as a loss does.
+    One with a parameter `extra` gets the step's; `last`, that which the micro-batches before have left, and may return
+    a new one.
     `blocks`: this stage's layers of the parameters that are stacked along `axis` (`blocks: Block =
     sl.stack("layers/pp")`; `"v layers/pp"` where a rank has v stages); `params`: all others, None for those; `mb`: a
     micro-batch. A leaf of the others may be split over `axis` at rest (`"vocab/tp/pp model"`): `step` gathers it before
@@ -67,8 +69,9 @@ class Pipeline(GradFn):
         super().__init__(last)
         self.functions = {"first": first, "stage": stage, "last": last}
         self.schedule, self.axis = schedule, axis
-        takes = (takes_another(f, 2 if n == "first" else 3) for n, f in self.functions.items())
-        self.takes_key = any(takes)
+        given = [(f, 2 if what == "first" else 3) for what, f in self.functions.items()]
+        self.takes_key = any(takes_another(f, n) for f, n in given)
+        self.takes_extra = any(accepted(f, n, extra=()) for f, n in given)
         self.traced: dict[Any, Traced] = Memo()
         self.gathering: dict[Any, Gather] = Memo()
         self.switches: dict[Any, tuple[Work, Switch]] = Memo()
@@ -93,7 +96,7 @@ class Pipeline(GradFn):
     def forward(self, *args: Any, key: Any = None, extra: Any = None, layout: Layout | None = None) -> tuple[Mean, Aux]:
         """The loss itself: the forward actions of the schedule."""
         params, batch = args
-        here = _Call(self, params, batch, key, None, layout, False)
+        here = _Call(self, params, batch, extra, key, None, layout, False)
         totals, aux, _ = here.run([])
         return here.mean(totals), aux
 
@@ -107,7 +110,7 @@ class Pipeline(GradFn):
         layout: Layout | None = None,
     ) -> Any:
         params, batch = args
-        here = _Call(self, params, batch, key, part, layout, True)
+        here = _Call(self, params, batch, extra, key, part, layout, True)
         weights = here.weights()
         if seeds is None:
             pairs = zip(here.last.coefficients, weights, strict=True)
@@ -118,18 +121,27 @@ class Pipeline(GradFn):
         mean = here.mean(totals, weights)
         if seeds is not None:
             return (mean, aux), grads
-        return (mean.value if aux.metrics is None else (mean.value, aux)), grads
+        return (mean.value if aux.metrics is None and aux.extra is None else (mean.value, aux)), grads
 
 
 class _Call:
     """One call: its arguments, and the functions as they are traced for them."""
 
     def __init__(
-        self, of: Pipeline, params: Any, batch: Any, key: Any, part: Part | None, layout: Layout | None, grad: bool
+        self,
+        of: Pipeline,
+        params: Any,
+        batch: Any,
+        extra: Any,
+        key: Any,
+        part: Part | None,
+        layout: Layout | None,
+        grad: bool,
     ) -> None:
         region().asked = True  # an untyped run would not know what it is given
         self.of, self.grad = of, grad
-        self.given = Arguments(of.schedule, of.axis, params, batch, key if of.takes_key else None, part, layout)
+        extra, key = extra if of.takes_extra else None, key if of.takes_key else None
+        self.given = Arguments(of.schedule, of.axis, params, batch, extra, key, part, layout)
         given = self.given
         rest = [given.meta(given.flat[i]) for i in given.rest]
         self.first = before = self._function("first", rest, [], tree.flatten(None)[1])
@@ -176,6 +188,7 @@ class _Call:
             rest=[given.meta(given.flat[i]) for i in given.rest],
             own=[given.layer_meta(k, None) for k in range(len(given.own))],
             batch=[given.meta(x) for x in tree.leaves(given.batches[0])],
+            extra=[given.meta(x) for x in tree.leaves(given.extra)],
             key=[given.meta(x) for x in given.key],
             number=[given.meta(x) for x in given.numbers[:1]],
             seeds=[replace(given.meta(x), leaf=None) for x in seeds],
@@ -184,7 +197,8 @@ class _Call:
             sums_rest=[given.summed_as(i) for i in given.rest],
             reduce=given.here.reduce,
         )
-        letters = [*"P" * len(work.totals)]
+        changes = self.last.changes
+        letters = [*"P" * (len(work.totals) - changes), *"V" * changes]
         if seeds:
             own, rest = work.trained
             letters += "V" * len(own) * work.chunks + "P" * len(rest)
@@ -201,7 +215,8 @@ class _Call:
             self.of.switches[key] = work, work.switch()
         chunks = [x for each in zip(*given.chunks, strict=True) for x in each]
         batches = [x for b in given.batches for x in tree.leaves(b)]
-        flat = [*(given.flat[i] for i in given.rest), *chunks, *batches, *given.key, *given.numbers, *seeds]
+        rest, extra = [given.flat[i] for i in given.rest], tree.leaves(given.extra)
+        flat = [*rest, *chunks, *batches, *extra, *given.key, *given.numbers, *seeds]
         return self._ran("pipeline", self.of.switches[key][1], flat, results)
 
     def _as_fake(self, results: Sequence[Meta]) -> list[Tensor]:
@@ -219,20 +234,29 @@ class _Call:
         if isinstance(module, Switch):
             rank = current_rank() if here.mesh.simulate else here.mesh.rank
             index = here.mesh.coordinates(rank or 0)[self.given.axis]
-            module = self.of.turns.setdefault((id(module), index), module.turn(index))
+            if (id(module), index) not in self.of.turns:
+                self.of.turns[id(module), index] = module.running(index)
+            module = self.of.turns[id(module), index]
         with paused(), torch.no_grad():
             return [m.label(here, x) for m, x in zip(results, module(*flat), strict=True)]
 
     # ---- the loss
 
     def _aux(self, out: Sequence[Tensor]) -> Aux:
-        """The metrics of all micro-batches, from the totals and metrics."""
-        n = len(self.last.coefficients)
-        _, (_, found) = tree.unflatten(self.last.joint.structure, [*out[:n], *out[:n], *out[n:]])
-        metrics, count = aux_of(found).metrics, self.given.schedule.microbatches
-        if metrics is None:
-            return Aux()
-        return Aux({k: v if isinstance(v, Mean) else v / count for k, v in metrics.items()})
+        """The metrics of all micro-batches and the new extra, from the totals, metrics and extra."""
+        n, last, count = len(self.last.coefficients), len(out) - self.last.changes, self.given.schedule.microbatches
+        changed = [self._everywhere(x, old) for x, old in zip(out[last:], tree.leaves(self.given.extra), strict=False)]
+        _, (_, found) = tree.unflatten(self.last.joint.structure, [*out[:n], *out[:n], *out[n:last], *changed])
+        aux = aux_of(found)
+        if aux.metrics is None:
+            return aux
+        return replace(aux, metrics={k: v if isinstance(v, Mean) else v / count for k, v in aux.metrics.items()})
+
+    def _everywhere(self, x: Tensor, old: Tensor) -> Tensor:
+        """New extra, which the ranks without the last stage have as zeros, on all ranks of the axis: the leaf `old`."""
+        numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+        x, leaf = c._psum(numbers, (self.given.axis,)).to(x.dtype), self.given.here.leaves.get(old)
+        return x if leaf is None else settle(x, leaf)
 
     def mean(self, totals: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Mean:
         """The loss."""
@@ -257,6 +281,12 @@ class _Call:
         """The graph of the weights, without what the last function is handed."""
         module = sliced(self.last.joint.forward, self.last.weights)
         reads, nodes = used_placeholders(module), inputs(module.graph)
+        at = self.handed.stop + len(tree.leaves(self.given.batches[0]))
+        if self.given.schedule.microbatches > 1 and any(reads[at : at + len(tree.leaves(self.given.extra))]):
+            raise SpecError(
+                "the weight of the loss depends on `extra`, which changes from one micro-batch to the next; weights of "
+                "all are summed first"
+            )
         if any(reads[i] for i in self.handed):
             raise SpecError(
                 "the weight of the loss depends on what the stages computed: a weight says how much each element "

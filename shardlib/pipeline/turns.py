@@ -15,7 +15,7 @@ from shardlib import wire
 from shardlib.autodiff import dual
 from shardlib.graph.trace import Meta, added, call, meta, strides, typed
 from shardlib.mesh import Inner
-from shardlib.phases import noted
+from shardlib.phases import marked, noted
 from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced
@@ -30,9 +30,10 @@ class Work:
     """What a pipeline does: its schedule, its functions as graphs (`stages` by stage), how many layers each stage has.
 
     Its inputs in order: `rest` (parameters that first and last take), for each of a rank's stages `own`, for each
-    micro-batch `batch`, the key if there is one, the numbers of the micro-batches if they have one, the seeds of the
-    loss's terms if there is a backward. Its results: the totals of the terms, the metrics, and with a backward for each
-    of a rank's stages the gradients of the parameters that are trained, then those of `rest`.
+    micro-batch `batch`, `extra`, the key if there is one, the numbers of the micro-batches if they have one, the seeds
+    of the loss's terms if there is a backward. Its results: the totals of the terms, the metrics, the new extra where
+    the last function gives one, and with a backward for each of a rank's stages the gradients of the parameters that
+    are trained, then those of `rest`.
 
     `gathers`: by stage, what `GF` and `GB` do. `sums_own`, `sums_rest`: the specs to which `R` brings gradients, in
     `reduce` (None: it leaves them).
@@ -48,6 +49,7 @@ class Work:
     rest: list[Meta]
     own: list[Meta]
     batch: list[Meta]
+    extra: list[Meta]
     key: list[Meta]
     number: list[Meta]
     seeds: list[Meta]
@@ -71,11 +73,12 @@ class Work:
     def metas(self) -> list[Meta]:
         """Of all inputs."""
         n = self.schedule.microbatches
-        return [*self.rest, *self.own * self.chunks, *self.batch * n, *self.key, *self.number * n, *self.seeds]
+        blocks, batches = self.own * self.chunks, self.batch * n
+        return [*self.rest, *blocks, *batches, *self.extra, *self.key, *self.number * n, *self.seeds]
 
     @property
     def totals(self) -> list[Meta]:
-        """Of the totals, then of the metrics."""
+        """Of the totals, the metrics and the new extra."""
         n = len(self.last.coefficients)
         return self.last.given[:n] + self.last.given[2 * n :]
 
@@ -182,10 +185,12 @@ class _Turn:
         self.rest = [next(given) for _ in work.rest]
         self.own = [[next(given) for _ in work.own] for _ in range(work.chunks)]
         batch = [[next(given) for _ in work.batch] for _ in range(n)]
+        self.extra = [next(given) for _ in work.extra]
+        self.state = self.extra  # as the micro-batches that the last function has had have left it
         key = [next(given) for _ in work.key]
         numbers = [[next(given) for _ in work.number] for _ in range(n)]
         self.seeds = list(given)
-        self.context = [[*b, *key, *k] for b, k in zip(batch, numbers, strict=True)]
+        self.context = [(b, [*key, *k]) for b, k in zip(batch, numbers, strict=True)]
         self.made: dict[Action, list[Tensor]] = {}  # what an action gave, until the next takes it
         self.saved: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by function and micro-batch: inputs, kept
         self.due: dict[Any, list[Tensor]] = {}  # what the second half of a backward is given
@@ -198,7 +203,8 @@ class _Turn:
         with paused():
             for action in self.work.schedule.lists[self.index]:
                 if self.work.backward or action.kind.endswith("F"):
-                    getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+                    with marked("doing", action.words):
+                        getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             for handle in [h for hs in self.handles.values() for h in hs]:
                 wire.sent(handle)
             return [m.label(region(), x) for m, x in zip(self.work.results, self._sums(), strict=True)]
@@ -233,8 +239,14 @@ class _Turn:
             self.made[Action("F", s, k)] = y
             return
         out, n = self._run(work.last, self.rest, y, k), len(work.last.coefficients)
-        for i, total in enumerate(out[:n] + out[2 * n :]):
-            self.sums.add(("total", i), total)
+        told = out[:n] + out[2 * n :]
+        for i, total in enumerate(told):
+            if i < len(told) - work.last.changes:
+                self.sums.add(("total", i), total)
+            else:
+                self.sums["total", i] = total
+        if work.last.changes:
+            self.state = told[-work.last.changes :]
 
     def _chunk(self, s: int) -> list[Tensor]:
         """The parameters of a stage, without what pads them; as they were last gathered."""
@@ -244,7 +256,8 @@ class _Turn:
         return [x.narrow(0, 0, n) if n < x.shape[0] else x for x in self.own[s // self.work.schedule.ranks]]
 
     def _run(self, f: Traced, params: list[Tensor], handed: list[Tensor], k: int, s: int | None = None) -> list[Tensor]:
-        given, made = [*params, *handed, *self.context[k]], f.joint
+        (batch, more), extra = self.context[k], self.state if f is self.work.last else self.extra
+        given, made = [*params, *handed, *batch, *extra, *more], f.joint
         target = added(self.work.name(f), made.forward)
         out = call(target, given, [*f.given, *made.kept])
         if self.work.backward:
