@@ -28,7 +28,8 @@ def several(p: Any, mb: Any) -> Any:
 
 def wider(blocks: Any, x: Any, mb: Any) -> Any:
     """Another shape than it is given: a row is put before those that are there."""
-    h = stage(blocks, {"x": x["x"], "whole": x["ids"][1][0]}, mb)["x"] * x["scale"]
+    given = {"x": x["x"][:, -mb["tokens"].shape[1] :], "whole": x["ids"][1][0]}
+    h = stage(blocks, given, mb)["x"] * x["scale"]
     return x | {"x": torch.cat([h[:, :1], h], 1), "count": x["count"] + 1}
 
 
@@ -55,8 +56,7 @@ def by_hand(layers: list[int]) -> tuple[float, dict[str, Tensor]]:
         for i in range(at, at + n):
             x = x + torch.tanh(x @ p["w_in"][i]) @ p["w_out"][i]
         x, at = x * scale, at + n
-        x = torch.cat([x[:, :1], x], 1)
-    x = x[:, -mb["tokens"].shape[1] :] * (1 + len(layers)) + mb["tokens"].unsqueeze(-1) * scale
+    x = x * (1 + len(layers)) + mb["tokens"].unsqueeze(-1) * scale
     x = x * p["norm"] * torch.where(mb["tokens"] > 0, 1.0, 0.5).double().unsqueeze(-1)
     logits, targets = x @ p["embed"].t(), mb["targets"].flatten()
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.clamp(min=0), reduction="none")
@@ -152,7 +152,7 @@ def by_rank(p: Any, x: Any, mb: Any, extra: Any) -> Any:
     ("at_end", "given", "said"),
     [
         (weighs_extra, True, "the weight of the loss depends on `extra`, which changes from one micro-batch"),
-        (other_dtype, True, r"the last function made `n` of its state float64\[\]; it was int64\[\]"),
+        (other_dtype, True, r"the last function made `n` of its state f32\[\]; it was i64\[\]"),
         (
             by_rank,
             True,
@@ -173,24 +173,45 @@ def test_extra_that_cannot_be(at_end: Any, given: bool, said: str) -> None:
 # ---- files
 
 
+@sl.pytree
+class Block:
+    w_in: Tensor = sl.spec("model/dp hidden/tp")
+    w_out: Tensor = sl.spec("hidden/tp model/dp")
+
+
+@sl.pytree
+class Interleaved:
+    embed: Tensor = sl.spec("vocab/pp model")
+    blocks: Block = sl.stack("v layers/pp")
+
+
+@sl.pytree
+class Stages:
+    embed: Tensor = sl.spec("vocab/pp model")
+    blocks: Block = sl.stack("layers/pp")
+
+
+@sl.pytree
+class Layers:
+    embed: Tensor = sl.spec("vocab model")
+    blocks: list[Block] = sl.stack("layers")
+
+
 def test_stages_restore_into_stages_of_other_numbers_and_into_lists(tmp_path: Path) -> None:
     """What interleaved stages have saved is what one stage a rank reads, and a list of layers, and back."""
     p = weights(4, True)
-    block = {"w_in": "model/dp hidden/tp", "w_out": "hidden/tp model/dp"}
-    forms: dict[str, tuple[Any, Any]] = {
-        "v": (specs(True, 2), model(p, 2)),
-        "one": (specs(True, 1), model(p, 1)),
-        "list": (
-            {"embed": "vocab model", "norm": "model", "blocks": [block] * 4},
-            {"embed": p["embed"], "norm": p["norm"], "blocks": [{k: p[k][i] for k in block} for i in range(4)]},
-        ),
+    stacked = Block(p["w_in"], p["w_out"])
+    forms: dict[Any, Any] = {
+        Interleaved: tree.map_(lambda x: x.unflatten(0, (2, 2)), stacked),
+        Stages: stacked,
+        Layers: [tree.map_(lambda x, i=i: x[i], stacked) for i in range(4)],
     }
-    for name, (at, values) in forms.items():
+    for form, blocks in forms.items():
         with sl.make_mesh(dp=2, tp=1, pp=2, simulate=True):
-            sl.save(tmp_path / name, sl.shard(values, at), step=1)
-        for other, (at_other, wanted) in forms.items():
-            with sl.make_mesh(dp=1, tp=2, pp=2 if other != "list" else 1, simulate=True):
-                like = sl.shard(tree.map_(torch.zeros_like, wanted), at_other)
-                found = sl.gather(sl.restore(sl.latest(tmp_path / name), like=like))
-            for a, b in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-                assert torch.equal(a, b), (name, other)
+            sl.save(tmp_path / form.__name__, sl.shard(form(p["embed"], blocks)), step=1)
+        for other, wanted in forms.items():
+            with sl.make_mesh(dp=1, tp=2, pp=2, simulate=True):
+                like = sl.shard(tree.map_(torch.zeros_like, other(p["embed"], wanted)))
+                found = sl.gather(sl.restore(sl.latest(tmp_path / form.__name__), like=like))
+            for a, b in zip(tree.leaves(found), [p["embed"], *tree.leaves(wanted)], strict=True):
+                assert torch.equal(a, b), (form, other)

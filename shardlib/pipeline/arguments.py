@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import optree
@@ -28,6 +28,7 @@ def stacked_over(spec: Spec, axis: str) -> bool:
     return any(axis in d.axes for d in spec.dims[: spec.stacked])
 
 
+@lru_cache(maxsize=64)
 def on(schedule: Schedule | Callable[[int], Schedule], ranks: int) -> Schedule:
     """The schedule for so many ranks."""
     return schedule if isinstance(schedule, Schedule) else schedule(ranks)
@@ -68,7 +69,7 @@ class Arguments:
         self.own, self.rest = ([i for i in sorted({*self.places}) if self.stacked[i] == s] for s in (True, False))
         self.uses, self.sums = self._moved(layout)
         if self.sums:
-            self.schedule = self.schedule.reducing()
+            self.schedule = self.schedule.reducing
         self.layers = self._layers()
         self.chunks = [self._chunks(i) for i in self.own]
         self.batches, self.dim, self.numbers, self.count = self._micro_batches(batch)

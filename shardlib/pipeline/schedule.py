@@ -31,10 +31,10 @@ class Schedule:
             for rank, actions in enumerate(lists)
         )
         check_complete(read)
+        check_weights(read)
         if not any(a.kind in SENDS + RECEIVES for _, _, a in places(read)):
             read = with_transfers(read)
         check_transfers(read)
-        check_weights(read)
         played(read)
         object.__setattr__(self, "lists", read)
         object.__setattr__(self, "name", name)
@@ -64,6 +64,7 @@ class Schedule:
         """Whether weights are gathered by its actions."""
         return any(a.kind in GATHERS for _, _, a in places(self.lists))
 
+    @cached_property
     def reducing(self) -> "Schedule":
         """The schedule with gradients reduced after every backward, where it does not say when."""
         if any(a.kind == "R" for _, _, a in places(self.lists)):
@@ -152,8 +153,14 @@ def check_complete(lists: Lists) -> None:
             )
         seen[action] = rank, step
     at = placement(lists)
-    if not seen or [*at] != list(range(len(at))):
-        raise ScheduleError(f"stages are numbered from 0, each with its actions; found {listing(at)}")
+    if not seen:
+        raise ScheduleError("a schedule has actions; these lists are empty")
+    if unknown := [a for a in seen if a.stage >= len(at)]:
+        (rank, step), missing = seen[unknown[0]], min({*range(len(at))} - {*at})
+        raise ScheduleError(
+            f"rank {rank}, step {step}: {unknown[0]} is of stage {unknown[0].stage}, but no action is of stage "
+            f"{missing}: stages are numbered from 0"
+        )
     n, p = 1 + max(a.microbatch for a in seen), len(lists)
     for s, rank in at.items():
         for k in range(n):
@@ -162,7 +169,9 @@ def check_complete(lists: Lists) -> None:
                 raise ScheduleError(f"rank {rank}, step {seen[whole][1]}: {whole} stands beside I or W of the same")
             wanted = [forward, whole] if not any(a in seen for a in parts) else [forward, *parts]
             if missing := [a for a in wanted if a not in seen]:
-                raise ScheduleError(f"rank {rank}: {missing[0]} is missing; there are {n} micro-batches")
+                beside = next((a for a in wanted if a in seen), None)
+                where = f"rank {rank}" if beside is None else f"rank {rank}, step {seen[beside][1]}: {beside} is there"
+                raise ScheduleError(f"{where}, {missing[0]} is missing; there are {n} micro-batches")
     for run in range(0, len(at), p):
         held = [at[s] for s in range(run, min(run + p, len(at)))]
         if sorted(held) != list(range(p)):

@@ -19,16 +19,16 @@ class Gather:
 
     def __init__(self, given: Sequence[Meta], specs: Sequence[Spec | None], mesh: Mesh) -> None:
         moved = {i: spec for i, spec in enumerate(specs) if spec is not None}
-        self.at = list(moved)
-        self.graph, found, _ = typed(
-            lambda *xs: [move(x, spec, False) for x, spec in zip(xs, moved.values(), strict=True)],
-            mesh,
-            [given[i] for i in moved],
-            "gather",
-        )
-        self.results = found
-        made = dict(zip(self.at, found, strict=True))
-        self.used = [made.get(i, m) for i, m in enumerate(given)]
+        self.at, self.used = list(moved), list(given)
+        if not moved:
+            return
+
+        def run(*xs: Tensor) -> list[Tensor]:
+            return [move(x, spec, False) for x, spec in zip(xs, moved.values(), strict=True)]
+
+        self.graph, self.results, _ = typed(run, mesh, [given[i] for i in moved], "gather")
+        for i, m in zip(self.at, self.results, strict=True):
+            self.used[i] = m
 
 
 def reduction(
