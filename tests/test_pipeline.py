@@ -53,11 +53,9 @@ def test_any_two_meet() -> None:
 @pytest.mark.parametrize("pp", PP)
 def test_schedules_meshes_micro_batches_and_stages(pp: int) -> None:
     for name, _, m, zero, tied in (case for case in covering() if case[1] == pp):
-        v = NAMES[name]
-        found = error(
-            made(name, m), pp=pp, dp=2, v=v, layers=v * pp, rows=2 * m, zero=zero, tied=tied, jit=False, steps=1
-        )
-        assert found < 1e-12, (name, m, zero, tied)
+        v, loss = NAMES[name], sl.pipeline(first, stage, last, made(name, m))
+        case: dict[str, Any] = dict(v=v, layers=v * pp, rows=2 * m, zero=zero, tied=tied, jit=False, steps=1)
+        assert error(None, pp=pp, dp=2, loss=loss, **case) < 1e-12, (name, m, zero, tied)
 
 
 @pytest.mark.slow

@@ -222,16 +222,16 @@ class Arguments:
 
     def summed_as(self, i: int) -> Spec | None:
         """The spec of the sum of the gradients of the leaf at a position, in a stage, where the schedule reduces it."""
-        spec, leaf = self.sums.get(i), self.leaf(i).spec
-        return spec and spec.unstack(self._runs(leaf)).without((self.axis,))
+        return self._in_stage(i, self.sums.get(i))
 
     def used_as(self, i: int) -> Spec | None:
         """The spec of the leaf at a position, in a stage, where the schedule gathers it."""
-        return self.uses.get(i) and self.uses[i].unstack(self._runs(self.leaf(i).spec)).without((self.axis,))
+        return self._in_stage(i, self.uses.get(i))
 
-    def _runs(self, spec: Spec) -> int:
-        """How many dimensions stand before that of a stage's layers."""
-        return int(spec.stacked > 0 and self.axis in spec.split and self.axis not in spec.dims[0].axes)
+    def _in_stage(self, i: int, spec: Spec | None) -> Spec | None:
+        """The spec without the axis, and of several runs of stages that of one."""
+        runs = self.stacked[i] and self.axis not in self.leaf(i).spec.dims[0].axes
+        return spec and spec.unstack(int(runs)).without((self.axis,))
 
     def inputs(self, blocks: bool, handed: Any) -> Inputs:
         """How a function that takes the blocks, or the rest, gets its arguments."""

@@ -19,7 +19,7 @@ from shardlib.phases import marked, noted
 from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced
-from shardlib.pipeline.weights import Gather, reduction
+from shardlib.pipeline.weights import Gather, Sums, reduction
 from shardlib.spec import Spec
 from shardlib.switch import Switch
 from shardlib.types import Leaf, Region, paused, region
@@ -153,29 +153,6 @@ class Work:
         return Switch(root, turns, self.group)
 
 
-class _Sums(dict[Any, Tensor]):
-    """Sums by key: the second tensor makes a value of its own, into which further ones are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fresh = set[Any]()
-
-    def add(self, key: Any, x: Tensor) -> None:
-        """Add to a sum."""
-        if key not in self:
-            self[key] = x.contiguous()
-        elif key in self.fresh:
-            self[key].add_(x)
-        else:
-            self[key] = self[key] + x
-            self.fresh.add(key)
-
-    def take(self, key: Any) -> Tensor:
-        """Remove a sum, and give it."""
-        self.fresh.discard(key)
-        return self.pop(key)
-
-
 class _Turn:
     """One rank's actions, as they are traced."""
 
@@ -196,7 +173,7 @@ class _Turn:
         self.due: dict[Any, list[Tensor]] = {}  # what the second half of a backward is given
         self.handles: dict[tuple[str, int], list[Tensor]] = {}
         self.weights: dict[int, list[Tensor]] = {}  # by stage, as they were last gathered
-        self.sums, self.reduced = _Sums(), _Sums()
+        self.sums, self.reduced = Sums(), Sums()
 
     def results(self) -> list[Tensor]:
         """Do the actions; what the rank gives."""

@@ -1,6 +1,7 @@
 """The graphs between those of a pipeline's functions: weights gathered, gradients reduced, as a layout says."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,3 +42,26 @@ def reduction(
 
     graph, found, _ = typed(run, mesh, given, "reduce")
     return graph, found
+
+
+class Sums(dict[Any, Tensor]):
+    """Sums by key: the second tensor makes a value of its own, into which further ones are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh = set[Any]()
+
+    def add(self, key: Any, x: Tensor) -> None:
+        """Add to a sum."""
+        if key not in self:
+            self[key] = x.contiguous()
+        elif key in self.fresh:
+            self[key].add_(x)
+        else:
+            self[key] = self[key] + x
+            self.fresh.add(key)
+
+    def take(self, key: Any) -> Tensor:
+        """Remove a sum, and give it."""
+        self.fresh.discard(key)
+        return self.pop(key)
