@@ -10,6 +10,8 @@ from torch.fx import Graph, GraphModule
 from shardlib.errors import RankError
 from shardlib.watch import lost
 
+AT = "_at_"  # between the name of a graph and the number of a call of it
+
 
 class Switch(GraphModule):
     """`turns[i]` is what a rank of index `i` in the process group `group` runs; all take the same inputs and give
@@ -36,7 +38,7 @@ class Switch(GraphModule):
         module = self.turn(index)
         for i, node in enumerate(module.graph.nodes):
             if node.op == "call_module" and "doing" in node.meta:
-                named = f"{node.target}_at_{i}"
+                named = f"{node.target}{AT}{i}"
                 module.add_submodule(named, _Doing(module.get_submodule(node.target), node.meta["doing"]))
                 node.target = named
         module.delete_all_unused_submodules()

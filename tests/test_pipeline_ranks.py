@@ -134,3 +134,28 @@ def test_a_simulated_rank_that_raises_names_its_action() -> None:
     with pytest.raises(sl.RankError, match=r"stage 1, micro-batch 1, forward \(F1.1\): RuntimeError: index 5") as e:
         run(torch.tensor([[0, 1, 2], [0, 5, 2]]))
     assert any("rank 1" in x for x in [str(e.value), *getattr(e.value, "__notes__", [])])
+
+
+def test_memory_that_runs_out_in_a_stage_is_told_with_its_node() -> None:
+    """The table of what is alive, at the node of the stage's graph."""
+
+    def greedy(module: GraphModule) -> GraphModule:
+        for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.tanh.default]:
+            node.target = exhausted
+        return module
+
+    def exhausted(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("not enough memory")
+
+    def body() -> str:
+        step = sl.jit(
+            sl.step(sl.pipeline(first, plainly, last, schedules.gpipe(2)), sl.optim.sgd(0.1)), passes=[greedy]
+        )
+        with sl.make_mesh(dp=1, tp=1, pp=1):
+            state = step.init(sl.shard(model(weights(1, True), 1), specs(True, 1)))
+            with pytest.raises(sl.RankError, match=r"stage 0, micro-batch 0, forward \(F0.0\): OutOfMemoryError") as e:
+                step(state, sl.shard(batch(2, 0), "batch/dp seq"))
+        return "\n".join(e.value.__notes__)
+
+    (said,) = on_ranks(1, body)
+    assert "where it ran out: `tanh` of stage" in said and "at the peak:" in said
