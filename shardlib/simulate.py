@@ -289,7 +289,7 @@ class _Writer:
             return f"yield from {self.graph(module.get_submodule(target), f'{path}{target}.')}(r, {part}, a)", hand
         if node.op != "call_function":
             raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
-        if target is wire.wait.default and node.args[0].target is not RECEIVE:
+        if target is wire.wait.default and all(x.target is not RECEIVE for x in node.all_input_nodes):
             return args[0], ""
         if target is SENT:
             return "None", ""

@@ -38,13 +38,14 @@ def weighed(p: Any, x: Any, mb: Any) -> Any:
     return last(p, {"x": h, "whole": x["ids"][1][0]}, mb)
 
 
-def outcome(functions: Any, schedule: Any, pp: int, **options: Any) -> tuple[dict[str, float], list[Tensor]]:
+def outcome(functions: Any, schedule: Any, pp: int, layers: int = 4) -> tuple[dict[str, float], list[Tensor]]:
     """The metrics of a step and its parameters."""
-    layers, rows = options.pop("layers", 4), options.pop("rows", 8)
-    step = sl.step(sl.pipeline(*functions, schedule), sl.optim.sgd(0.1), layout=sl.zero(specs(True, 1), "dp", 2))
+    at_start, each, at_end = functions
+    loss = sl.pipeline(at_start, each, at_end, schedule)
+    step = sl.step(loss, sl.optim.sgd(0.1), layout=sl.zero(specs(True, 1), "dp", 2))
     with sl.make_mesh(dp=1, tp=1, pp=pp, simulate=True):
-        state = step.init(sl.shard(model(weights(layers, True), 1), specs(True, 1)), **options)
-        state, metrics = step(state, sl.shard(batch(rows, 0), "batch/dp seq"))
+        state = step.init(sl.shard(model(weights(layers, True), 1), specs(True, 1)))
+        state, metrics = step(state, sl.shard(batch(8, 0), "batch/dp seq"))
         return {k: v.item() for k, v in metrics.items()}, tree.leaves(sl.gather(state.params))
 
 
@@ -212,6 +213,8 @@ def test_stages_restore_into_stages_of_other_numbers_and_into_lists(tmp_path: Pa
         for other, wanted in forms.items():
             with sl.make_mesh(dp=1, tp=2, pp=2, simulate=True):
                 like = sl.shard(tree.map_(torch.zeros_like, other(p["embed"], wanted)))
-                found = sl.gather(sl.restore(sl.latest(tmp_path / form.__name__), like=like))
+                path = sl.latest(tmp_path / form.__name__)
+                assert path is not None
+                found = sl.gather(sl.restore(path, like=like))
             for a, b in zip(tree.leaves(found), [p["embed"], *tree.leaves(wanted)], strict=True):
                 assert torch.equal(a, b), (form, other)
