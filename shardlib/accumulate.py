@@ -29,14 +29,13 @@ from shardlib.zero import Layout, layout_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What `step` knows before it runs: the layout of every leaf, which of them are trained, what their gradients are
-    summed up as, the batch dimension that is cut and into how many micro-batches, the loss's analysis on one of them,
-    and the dtypes.
+    """What `step` knows before it runs: the layout of every leaf (`grads`: what the gradients of the trained ones are
+    summed up as), which of them are trained, the batch dimension that is cut and into how many micro-batches, the
+    loss's analysis on one of them, and the dtypes.
     """
 
     layout: Layout
     trained: Part
-    sums: Any
     dim: Dim | None
     count: int
     loss: Analysis
@@ -122,20 +121,20 @@ def planned(
         if key not in plans:
             lay = grad_fn.laid_out((layout or layout_of(tree.specs(state.params))).resolve(state.params))
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
-            enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
+            enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(grad_fn.taken(lay)), flat[0], strict=True)]]
             enter += [[cut_leaf(leaf, dim and dim.name, count) for leaf in leaves[1]], *leaves[2:]]
             metas = [[leaf_meta(*x, mesh) for x in zip(*pair, strict=True)] for pair in zip(enter, dtypes, strict=True)]
             at = number(0) if dim else None
             metas.append([meta(x) for x in tree.leaves(at)])
             trained = part_of(state.params, trainable, "step: trainable")
-            loss = analyse(grad_fn, mesh, (*trees, at), metas, trained, dim, count)
+            loss = analyse(grad_fn, mesh, (*trees, at), metas, trained, lay, dim, count)
             if loss.weighs_extra and count > 1:
                 raise SpecError(
                     "step: the weight of the loss depends on `extra`, which changes from one micro-batch to the next; "
                     "weights of all are summed first"
                 )
             sums = trained.take(tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute))
-            plans[key] = Plan(lay, trained, sums, dim, count, loss, precision)
+            plans[key] = Plan(replace(lay, grads=sums), trained, dim, count, loss, precision)
         return plans[key]
 
     return plan_for
@@ -165,7 +164,7 @@ def entering(params: Any, axes: Sequence[str]) -> Any:
 def accumulated(
     grad_fn: GradFn, plan: Plan, params: Any, pieces: Sequence[Any], key: Any, extra: Any, seeds: Sequence[Tensor]
 ) -> tuple[list[Tensor], Aux, Any]:
-    """Totals, `Aux` and gradients of what is trained (cut as `plan.sums` says) of all `plan.pieces`.
+    """Totals, `Aux` and gradients of what is trained (cut as `plan.layout.grads` says) of all `plan.pieces`.
 
     Gradients of several micro-batches add up in float32 or wider; those of one stay in the parameters' dtype. While a
     program is traced the micro-batch is one graph that is called once for each.
@@ -175,7 +174,9 @@ def accumulated(
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
         batch, at = piece
         with region().running(plan.dim, at, plan.count, reduce):
-            (mean, aux), grads = grad_fn(params, batch, key=key, extra=extra, seeds=seeds, part=plan.trained)
+            (mean, aux), grads = grad_fn(
+                params, batch, key=key, extra=extra, seeds=seeds, part=plan.trained, layout=plan.layout
+            )
         if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
             raise SpecError(
                 f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
@@ -183,9 +184,9 @@ def accumulated(
             )
         with padding_allowed(), phase("early"):  # each gradient is reduced as soon as backward has made it
             if acc is None:
-                grads = summed(grads, plan.sums, reduce)
+                grads = summed(grads, plan.layout.grads, reduce)
             else:
-                more = summed(tree.map_(wide, grads), plan.sums, reduce)
+                more = summed(tree.map_(wide, grads), plan.layout.grads, reduce)
                 grads = tree.map_(_accumulate, acc, more)
         aux = replace(aux, metrics=plan.precision.given(aux.metrics))
         return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), noted("kind", "gradients", grads)
@@ -193,7 +194,7 @@ def accumulated(
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads = noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums))
+    grads = noted("kind", "gradients", tree.map_(blank, plan.trained.take(params), plan.layout.grads))
     all_totals, all_aux = [], []
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
@@ -230,7 +231,7 @@ def wide(g: Tensor) -> Tensor:
     return g if g.dtype == dtype else settle(g.to(dtype), leaf_of(g, "a gradient"))
 
 
-def _blank(param: Tensor, spec: Any) -> Tensor:
+def blank(param: Tensor, spec: Any) -> Tensor:
     """An accumulator of zeros of the type that gradients of spec `spec` have."""
     here = region()
     leaf = here.leaves.get(param)

@@ -17,6 +17,7 @@ from shardlib.mesh import Mesh
 from shardlib.parts import Part
 from shardlib.spec import Dim
 from shardlib.types import Leaf, paused, region
+from shardlib.zero import Layout
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def analyse(
     trees: Sequence[Any],
     metas: Sequence[Sequence[Meta]],
     trained: Part,
+    layout: Layout,
     dim: Dim | None,
     count: int,
 ) -> Analysis:
@@ -79,7 +81,7 @@ def analyse(
             at += n
         params, batch, key, extra, number = parts
         with region().running(dim, number, count):
-            mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
+            mean, aux = grad_fn.forward(params, batch, key=key, extra=extra, layout=layout)
         kept[:] = [tuple(t.coefficient for t in mean.terms)]
         return [t.total for t in mean.terms], [t.weight for t in mean.terms], aux_tree(aux)
 

@@ -1,7 +1,8 @@
 """Generators of ranks that go different ways: each goes on as soon as what it asks for is there."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -9,18 +10,45 @@ from torch import Tensor
 from shardlib import wire
 from shardlib.errors import RankError
 
+AWAIT = wire.wait.default  # of a message
 Ranks = Sequence[Generator[Any, Any, Any]]
+
+
+class Mail:
+    """Messages from rank to rank, which arrive in the order of sending and are asked for in that order."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.expected = Counter[tuple[int, int]]()
+
+    def post(self, source: int, target: int, x: Tensor) -> None:
+        """Send a copy."""
+        self.sent.setdefault((source, target), []).append(x.clone())
+
+    def expect(self, source: int, target: int) -> int:
+        """Ask for the next; its number."""
+        self.expected[source, target] += 1
+        return self.expected[source, target] - 1
+
+    def take(self, source: int, target: int, number: int) -> Tensor | None:
+        """The message of a number, once; None where it has not been sent."""
+        sent = self.sent.get((source, target), [])
+        if number >= len(sent):
+            return None
+        found, sent[number] = sent[number], None
+        return found
 
 
 class Apart:
     """Drives one generator for each rank, which yields `((op, groups), operands)` at collectives and messages, is sent
-    results by rank, and yields `(None, outputs)` at its end. `rank`: the one that runs."""
+    results by rank, and yields `(None, outputs)` at its end. A receive gives at once what stands for a message, a wait
+    for that the message. `rank`: the one that runs."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.rank = ranks, 0
         self.ready = deque[tuple[int, Any]]((r, None) for r in range(len(ranks)))
         self.waiting: dict[int, tuple[Any, list[Any]]] = {}
-        self.mail: dict[tuple[int, int], deque[Tensor]] = {}
+        self.mail = Mail()
         self.outputs: dict[int, Any] = {}
 
     def run(self) -> list[Any]:
@@ -32,39 +60,47 @@ class Apart:
                 self.outputs[self.rank] = operands
             elif asked[0] is wire.SEND:
                 self._post(asked, operands)
+            elif asked[0] is wire.RECEIVE:
+                self.ready.append((self.rank, {self.rank: self._coming(asked, operands)}))
             else:
                 self.waiting[self.rank] = asked, operands
                 self._serve(self.rank)
         if self.waiting:
             told = dict.fromkeys(self.outputs, "finished")
-            told |= {r: wire.describe(asked[0], operands) for r, (asked, operands) in self.waiting.items()}
+            told |= {r: _described(*waiting) for r, waiting in self.waiting.items()}
             self._fail(next(iter(self.waiting)), RankError(f"deadlock: no rank can go on\n{wire.by_rank(told)}"))
         return [self.outputs[r] for r in range(len(self.ranks))]
 
     def _post(self, asked: Any, operands: list[Any]) -> None:
         x, to = operands[0], _members(asked, self.rank)[operands[1]]
-        self.mail.setdefault((self.rank, to), deque()).append(x.clone())
+        self.mail.post(self.rank, to, x)
         self.ready.append((self.rank, {self.rank: x.new_empty(0)}))
         if to in self.waiting:
             self._serve(to)
 
+    def _coming(self, asked: Any, operands: list[Any]) -> "_Coming":
+        """The next message of a rank that has not been asked for yet."""
+        source = _members(asked, self.rank)[operands[3]]
+        return _Coming(source, self.mail.expect(source, self.rank), asked, operands)
+
     def _serve(self, rank: int) -> None:
         """Let a waiting rank go on, if what it waits for is there, and all that meet it."""
         asked, operands = self.waiting[rank]
-        members = _members(asked, rank)
-        if asked[0] is wire.RECEIVE:
-            shape, dtype, _, source, _ = operands
-            mail = self.mail.get((members[source], rank))
-            if not mail:
+        if asked[0] is AWAIT:
+            (coming,) = operands
+            x = self.mail.take(coming.source, rank, coming.number)
+            if x is None:
                 return
-            x = mail.popleft()
+            shape, dtype = coming.operands[:2]
             if (list(x.shape), x.dtype) != (list(shape), dtype):
-                found = wire.describe(wire.SEND, [x, members.index(rank), operands[-1]])
-                told = {members[source]: found, rank: wire.describe(asked[0], operands)}
-                self._fail(rank, wire.disagreement(told))
+                to = _members(coming.asked, rank).index(rank)
+                found = wire.describe(wire.SEND, [x, to, coming.operands[-1]])
+                self._fail(rank, wire.disagreement({coming.source: found, rank: _described(asked, operands)}))
             self.waiting.pop(rank)
             self.ready.append((rank, {rank: x}))
-        elif all(self._meets(m, members) for m in members):
+            return
+        members = _members(asked, rank)
+        if all(self._meets(m, members) for m in members):
             given = [self.waiting[m][1] for m in members]
             if any(self.waiting[m][0][0] is not asked[0] for m in members):
                 told = {m: wire.describe(self.waiting[m][0][0], x) for m, x in zip(members, given, strict=True)}
@@ -87,8 +123,23 @@ class Apart:
 
     def _meets(self, rank: int, members: tuple[int, ...]) -> bool:
         """Whether a rank waits in a collective of these."""
-        asked, _ = self.waiting.get(rank, ((wire.RECEIVE, ()), ()))
-        return asked[0] is not wire.RECEIVE and _members(asked, rank) == members
+        asked, _ = self.waiting.get(rank, ((AWAIT, ()), ()))
+        return asked[0] is not AWAIT and _members(asked, rank) == members
+
+
+@dataclass
+class _Coming:
+    """A message that a rank has asked for: the `number`th of `source`, as it was asked."""
+
+    source: int
+    number: int
+    asked: Any
+    operands: list[Any]
+
+
+def _described(asked: Any, operands: list[Any]) -> str:
+    """What a rank waits for, in words."""
+    return wire.describe(wire.RECEIVE, operands[0].operands) if asked[0] is AWAIT else wire.describe(asked[0], operands)
 
 
 def _members(asked: Any, rank: int) -> tuple[int, ...]:

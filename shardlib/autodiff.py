@@ -112,20 +112,25 @@ class GradFn:
 
     With `seeds` (one invariant 0-d tensor per term of the loss, what that term's total is multiplied with) it gives
     `((Mean, Aux), gradients)`, the form that `step` takes; without, `(value, gradients)` as JAX does. `part`: which
-    leaves of what is differentiated have gradients, each once; None stands for the others.
+    leaves of what is differentiated have gradients, each once; None stands for the others. `layout`: the specs of
+    `compute` in which parameters are used, and of `grads` in which gradients add up, for one that moves them itself.
     """
 
     def __init__(self, f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> None:
         self.f, self.argnums = f, argnums
 
-    def forward(self, *args: Any, key: Any = None, extra: Any = None) -> tuple[Mean, Aux]:
+    def forward(self, *args: Any, key: Any = None, extra: Any = None, layout: Layout | None = None) -> tuple[Mean, Aux]:
         """The loss itself, in a scope of names of its own."""
         with region().names(tree.leaves(args)):
             return self._loss(args, key, extra)
 
     def laid_out(self, layout: Layout) -> Layout:
-        """The layout (of concrete specs) that this takes parameters and gives gradients in."""
+        """The layout (of concrete specs) that this uses parameters and gives gradients in."""
         return layout
+
+    def taken(self, layout: Layout) -> Any:
+        """The specs in which it takes parameters, of a layout that is laid out."""
+        return layout.compute
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
         out = self.f(*args, **accepted(self.f, len(args), key=key, extra=extra))
@@ -139,6 +144,7 @@ class GradFn:
         extra: Any = None,
         seeds: Sequence[Tensor] | None = None,
         part: Part | None = None,
+        layout: Layout | None = None,
     ) -> Any:
         here = region()
         many = not isinstance(self.argnums, int)

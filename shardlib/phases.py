@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -14,24 +14,29 @@ from shardlib import tree
 _numbers = itertools.count(1)
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> AbstractContextManager[None]:
     """While a program is traced, nodes made in here carry `meta[name]`, a number that is this call's alone.
 
     Nodes that have one by an inner call keep it. Passes keep `forward`, `backward` and `remat` (what is computed again)
     apart; what is `early` runs as soon as its operands are there.
     """
+    return marked(name, next(_numbers))
+
+
+@contextmanager
+def marked(key: str, said: Any) -> Iterator[None]:
+    """While a program is traced, nodes made in here carry `meta[key]`, where they have none by an inner call."""
     mode = get_proxy_mode()
     if mode is None:
         yield
         return
-    graph, number = mode.tracer.graph, next(_numbers)
+    graph = mode.tracer.graph
     last = next(iter(reversed(graph.nodes)), None)
     yield
     for node in reversed(graph.nodes):
         if node is last:
             break
-        node.meta.setdefault(name, number)
+        node.meta.setdefault(key, said)
 
 
 def part_of(node: Node) -> str:

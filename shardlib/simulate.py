@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _python_dispatch as modes  # the layer below autograd and functorch has no public name
 
 from shardlib import wire
-from shardlib.apart import Apart
+from shardlib.apart import Apart, Mail
 from shardlib.errors import MeshError, RankError, ShardError, listing
 from shardlib.mesh import Mesh
 from shardlib.switch import Switch
@@ -69,7 +69,8 @@ class _Baton:
         self.waiting: dict[int, tuple[Any, Args, tuple[int, ...]]] = {}  # rank: op, arguments, members
         self.arrived: dict[tuple[int, ...], list[int]] = {}  # members: those of them that wait there
         self.results: dict[int, Tensor] = {}
-        self.mail: dict[tuple[int, int], deque[Tensor]] = {}  # by source and target
+        self.mail = Mail()
+        self.coming: dict[int, tuple[Tensor, int, int, Args]] = {}  # what stands for a message until it is waited for
         self.error: BaseException | None = None  # stops all
         self.go = [threading.Lock() for _ in range(mesh.total)]  # released once to let the rank go on
         self.over = threading.Lock()  # what the main thread waits for: an interrupted Thread.join takes it for dead
@@ -123,7 +124,7 @@ class _Baton:
     def post(self, rank: int, x: Tensor, to: int, group: str) -> Tensor:
         """Send a message; a handle of it."""
         target = wire.members_by_rank(self.mesh, [group])[rank][to]
-        self.mail.setdefault((rank, target), deque()).append(x.clone())
+        self.mail.post(rank, target, x)
         op, _, members = self.waiting.get(target, (None, (), ()))
         if op is RECEIVE and members[0] == rank:
             del self.waiting[target]
@@ -131,12 +132,21 @@ class _Baton:
         return x.new_empty(0)
 
     def receive(self, rank: int, *args: Any) -> Tensor:
-        """Wait for the next message of the rank that the arguments name."""
+        """Expect the next message of the rank that the arguments name; what stands for it until it is waited for."""
         source = wire.members_by_rank(self.mesh, args)[rank][args[3]]
-        while not self.mail.get((source, rank)):
+        x = torch.empty(args[0], dtype=args[1], device=args[2])
+        self.coming[id(x)] = x, source, self.mail.expect(source, rank), args
+        return x
+
+    def wait(self, rank: int, x: Tensor) -> Tensor:
+        """The message for which `x` stands; another tensor as it is."""
+        if id(x) not in self.coming:
+            return x
+        _, source, number, args = self.coming.pop(id(x))
+        while (found := self.mail.take(source, rank, number)) is None:
             self.waiting[rank] = RECEIVE, args, (source,)
             self.pause(rank)
-        return self.mail[source, rank].popleft()
+        return found
 
     def pause(self, rank: int) -> None:
         """Let others run until this rank can go on."""
@@ -185,7 +195,7 @@ class _Wire(modes.TorchDispatchMode):
         if func is SENT:
             return None
         if func is wire.wait.default:
-            return args[0]
+            return self.baton.wait(self.rank, args[0])
         if func is SEND:
             return self.baton.post(self.rank, *args)
         if func is RECEIVE:
@@ -279,7 +289,7 @@ class _Writer:
             return f"yield from {self.graph(module.get_submodule(target), f'{path}{target}.')}(r, {part}, a)", hand
         if node.op != "call_function":
             raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
-        if target is wire.wait.default:
+        if target is wire.wait.default and all(x.target is not RECEIVE for x in node.all_input_nodes):
             return args[0], ""
         if target is SENT:
             return "None", ""
@@ -288,8 +298,9 @@ class _Writer:
         if target in OWN:
             index = self.constant([m.index(r) for r, m in enumerate(wire.members_by_rank(self.mesh, node.args))])
             return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", ""
-        if target in MEET or target in (SEND, RECEIVE):
-            groups = tuple(dict.fromkeys(wire.members_by_rank(self.mesh, node.args)))
+        if target in MEET or target in (SEND, RECEIVE, wire.wait.default):
+            groups = () if target is wire.wait.default else wire.members_by_rank(self.mesh, node.args)
+            groups = tuple(dict.fromkeys(groups))
             return f"(yield {self.constant((target, groups))}, a).pop(r)", hand
         return self.constant(target) + call, ""
 
@@ -379,21 +390,9 @@ def run_lockstep(
     for position, axes in (equal or {}).items():
         values = [x[position] if isinstance(x, (list, tuple)) else x for _, x in asked]
         first = [mesh.members(rank, axes)[0] for rank in range(mesh.total)]
-        told = {r: f"{how} rank {first[r]}" for r, x in enumerate(values) if (how := _difference(x, values[first[r]]))}
+        told = {
+            r: f"{how} rank {first[r]}" for r, x in enumerate(values) if (how := wire.difference(x, values[first[r]]))
+        }
         if told:
             raise RankError(f"output {position} must be equal over {listing(axes)}, but is not:\n{wire.by_rank(told)}")
     return [x for _, x in asked]
-
-
-def _difference(a: Any, b: Any) -> str:
-    """How `a` differs from what is to hold the same bits, if it does."""
-    if not isinstance(a, Tensor):
-        return "" if a == b else f"is {a!r}, not {b!r} as on"
-    a, b = a.reshape(-1).contiguous(), b.reshape(-1).contiguous()
-    x, y = a.view(torch.uint8), b.view(torch.uint8)
-    if torch.equal(x, y):
-        return ""
-    at = (x != y).view(-1, a.element_size()).any(1) & ~(a.isnan() & b.isnan())
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    by = (a[at].to(wide) - b[at].to(wide)).abs()
-    return f"differs by up to {by.max():.3g} in {len(by)} of {len(a)} elements from" if len(by) else ""

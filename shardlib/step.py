@@ -70,7 +70,7 @@ def step(
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         trained, key = plan.trained, random.fold_in(state.key, state.step)
         params = precision.cast(state.params, precision.compute)
-        params = entering(reshard(params, plan.layout.compute), plan.axes)
+        params = entering(reshard(params, grad_fn.taken(plan.layout)), plan.axes)
         pieces = plan.pieces(batch)
         weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
@@ -148,8 +148,8 @@ def evaluate(
     grad_fn, precision = value_and_grad(loss), checked(precision, "evaluate")
 
     def device(lay: Layout, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
-        params = reshard(precision.cast(params, precision.compute), lay.compute)
-        mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
+        params = reshard(precision.cast(params, precision.compute), grad_fn.taken(lay))
+        mean, aux = grad_fn.forward(params, batch, key=key, extra=extra, layout=lay)
         mean, found = precision.given((mean, aux.metrics or {}))
         metrics = {k: v.summed().terms if isinstance(v, Mean) else whole(v) for k, v in found.items()}
         return mean.summed().terms, metrics

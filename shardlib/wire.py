@@ -320,3 +320,17 @@ def named(ranks: Iterable[int]) -> str:
     """`ranks 0, 2`."""
     names = [str(r) for r in sorted(ranks)]
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def difference(a: Any, b: Any) -> str:
+    """How `a` differs from what is to hold the same bits, if it does."""
+    if not isinstance(a, Tensor):
+        return "" if a == b else f"is {a!r}, not {b!r} as on"
+    a, b = a.reshape(-1).contiguous(), b.reshape(-1).contiguous()
+    x, y = a.view(torch.uint8), b.view(torch.uint8)
+    if torch.equal(x, y):
+        return ""
+    at = (x != y).view(-1, a.element_size()).any(1) & ~(a.isnan() & b.isnan())
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    by = (a[at].to(wide) - b[at].to(wide)).abs()
+    return f"differs by up to {by.max():.3g} in {len(by)} of {len(a)} elements from" if len(by) else ""

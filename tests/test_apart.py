@@ -64,6 +64,26 @@ def test_a_message_arrives(played: Callable[..., list[Any]]) -> None:
     assert a.tolist() == [2.0, 4.0] and b.tolist() == [4.0, 12.0]
 
 
+def exchanges(other: int) -> Callable[[Tensor], list[Tensor]]:
+    """Asks for two messages before it sends any, and waits for the second first."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        one, two = (wire.irecv((2,), torch.float32, x.device, other, GROUP) for _ in range(2))
+        for y in (x, x * 10):
+            wire.sent(wire.isend(y, other, GROUP))
+        two, one = wire.wait(two), wire.wait(one)
+        return [two - one]
+
+    return run
+
+
+@pytest.mark.parametrize("played", [lockstep, threads])
+def test_a_receive_does_not_hold_its_rank(played: Callable[..., list[Any]]) -> None:
+    """Messages come in the order in which they are asked for, whenever they are waited for."""
+    (a,), (b,) = played(exchanges(1), exchanges(0))
+    assert a.tolist() == [18.0, 36.0] and b.tolist() == [9.0, 18.0]
+
+
 @pytest.mark.parametrize("played", [lockstep, threads])
 def test_nobody_sends(played: Callable[..., list[Any]]) -> None:
     with pytest.raises(RankError, match=r"(?s)deadlock: no rank can go on.*irecv\(float32\[2\], 0\) over `pp`"):

@@ -1,7 +1,10 @@
 """The examples: each runs, and each does on a mesh what it does on one rank."""
 
 import importlib
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,16 @@ def test_pipeline_3d_is_what_it_is_on_one_rank() -> None:
     meshes = (sl.make_mesh(dp=2, tp=2, pp=2, simulate=True), sl.make_mesh(dp=1, tp=1, pp=1, simulate=True))
     found, wanted = (pipeline_3d.train(mesh, pipeline_3d.SCHEDULES["one_f_one_b"], 2) for mesh in meshes)
     assert found == pytest.approx(wanted, rel=1e-4) and found[1] < found[0]
+
+
+@pytest.mark.slow
+def test_pipeline_3d_under_a_launcher() -> None:
+    """Four processes, tp=1."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", pipeline_3d.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    begin, end = re.findall(r"dp=2,tp=1,pp=2: loss (\S+) -> (\S+)", done.stdout)[0]
+    assert float(end) < float(begin)
 
 
 # ---- layouts for nodes of GPUs

@@ -60,7 +60,7 @@ LAYERS = [
     ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
-    ["pipeline.stages", "pipeline.arguments", "pipeline.turns", "pipeline.run"],
+    ["pipeline.stages", "pipeline.arguments", "pipeline.weights", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [

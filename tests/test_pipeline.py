@@ -1,136 +1,18 @@
 """Pipelines: on any schedule, mesh and layout a step does as one process, and what cannot run is told first."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from ranks import on_ranks
+from piped import NAMES, batch, error, first, last, made, model, plain, specs, stage, weights
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import schedules, tree
 from shardlib.errors import ShardError
-
-VOCAB, MODEL, HIDDEN, SEQ = 7, 4, 6, 3
-
-
-BLOCK = {"w_in": "model/dp hidden/tp", "w_out": "hidden/tp model/dp"}
-
-
-def specs(tied: bool, v: int) -> dict[str, Any]:
-    """The embedding lies split over pp; so does the head where that is it."""
-    rest = {"embed": "vocab/pp model/dp", "norm": "model"} | ({} if tied else {"head": "vocab model/dp"})
-    return rest | {"blocks": sl.stack(BLOCK, "layers/pp" if v == 1 else "v layers/pp")}
-
-
-def first(p: Any, mb: Any) -> Any:
-    return {"x": F.embedding(mb["tokens"], sl.gather(p["embed"], "dp")), "whole": mb["tokens"] > 0}
-
-
-def dropped(p: Any, mb: Any, key: Tensor) -> Any:
-    x = first(p, mb)
-    return x | {"x": sl.dropout("batch/dp seq model", x["x"], key, 0.3)}
-
-
-def stage(blocks: Any, x: Any, mb: Any) -> Any:
-    def block(h: Tensor, w: Any) -> Tensor:
-        w = sl.gather(w, "dp")
-        a = torch.tanh(sl.einsum("batch/dp seq model, model hidden/tp -> batch/dp seq hidden/tp", h, w["w_in"]))
-        y = sl.einsum("batch/dp seq hidden/tp, hidden/tp model -> batch/dp seq model +tp", a, w["w_out"])
-        return h + sl.psum("batch/dp seq model +tp -> batch/dp seq model", y)
-
-    h, _ = sl.scan(lambda h, w: (sl.remat(block)(h, w), None), x["x"], blocks)
-    return x | {"x": h}
-
-
-def last(p: Any, x: Any, mb: Any) -> Any:
-    scale = sl.gather(p["norm"], "dp") * torch.where(x["whole"], 1.0, 0.5).double().unsqueeze(-1)
-    head = sl.gather(p.get("head", p["embed"]), "dp")
-    logits = sl.einsum("batch/dp seq model, vocab model -> batch/dp seq vocab", x["x"] * scale, head)
-    loss = sl.token_loss("batch/dp seq vocab, batch/dp seq", logits, mb["targets"])
-    return loss, sl.Aux({"logit": sl.Mean.of("batch/dp seq", logits.amax(-1))})
-
-
-def plain(p: dict[str, Tensor], mb: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the metric in plain torch."""
-    x = p["embed"][mb["tokens"]]
-    for a, b in zip(p["w_in"], p["w_out"], strict=True):
-        x = x + torch.tanh(x @ a) @ b
-    x = x * p["norm"] * torch.where(mb["tokens"] > 0, 1.0, 0.5).double().unsqueeze(-1)
-    logits, targets = x @ p.get("head", p["embed"]).t(), mb["targets"]
-    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
-    return (each * (targets.flatten() >= 0)).sum() / (targets >= 0).sum(), logits.amax(-1).mean()
-
-
-def weights(layers: int, tied: bool) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    block = {"w_in": (layers, MODEL, HIDDEN), "w_out": (layers, HIDDEN, MODEL)}
-    shapes = {"embed": (VOCAB, MODEL), **block, "norm": (MODEL,)} | ({} if tied else {"head": (VOCAB, MODEL)})
-    return {k: torch.randn(s, generator=g, dtype=torch.float64) * 0.5 + (k == "norm") for k, s in shapes.items()}
-
-
-def model(p: dict[str, Tensor], v: int) -> dict[str, Any]:
-    """The parameters as the pipeline has them."""
-    blocks = {k: p[k] if v == 1 else p[k].unflatten(0, (v, -1)) for k in BLOCK}
-    return {k: x for k, x in p.items() if k not in BLOCK} | {"blocks": blocks}
-
-
-def batch(rows: int, seed: int) -> dict[str, Tensor]:
-    """Targets of the first row are all without weight, so micro-batches and ranks weigh unequally, some nothing."""
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (rows, SEQ), generator=g)
-    targets = torch.randint(-2, VOCAB, (rows, SEQ), generator=g)
-    targets[0] = -1
-    return {"tokens": tokens, "targets": targets}
-
-
-def error(
-    schedule: Any,
-    v: int = 1,
-    layers: int = 4,
-    rows: int = 8,
-    zero: int = 0,
-    tied: bool = True,
-    jit: bool = True,
-    accumulate: int | None = None,
-    clip: float | None = None,
-    simulate: bool = True,
-    cache: str | None = None,
-    **axes: int,
-) -> float:
-    """How far loss, metric, norm and parameters are from one process after two steps, and the loss of `evaluate`."""
-    p = weights(layers, tied)
-    layout = sl.zero(specs(tied, v), "dp", zero)
-    loss = sl.pipeline(first, stage, last, schedule)
-    step = sl.step(loss, sl.optim.sgd(0.1), layout=layout, accumulate=accumulate, clip=clip)
-    step = sl.jit(step, donate_argnums=0, cache=cache) if jit else step
-    leaves = {k: x.clone().requires_grad_() for k, x in p.items()}
-    worst = 0.0
-    with sl.make_mesh({"dp": 1, "tp": 1} | axes, simulate=simulate):
-        state = step.init(sl.shard(model(p, v), specs(tied, v)))
-        for i in range(2):
-            mb = batch(rows, i)
-            state, metrics = step(state, sl.shard(mb, "batch/dp seq"))
-            value, logit = plain(leaves, mb)
-            grads = torch.autograd.grad(value, list(leaves.values()))
-            norm = torch.stack([g.norm() for g in grads]).norm()
-            pairs = ((metrics["loss"], value), (metrics["grad_norm"], norm), (metrics["logit"], logit))
-            worst = max(worst, *(abs(a - b).item() for a, b in pairs))
-            with torch.no_grad():
-                for x, g in zip(leaves.values(), grads, strict=True):
-                    x -= 0.1 * g * (1.0 if clip is None else min(1.0, clip / norm.item()))
-        got = sl.gather(state.params)
-        for a, b in zip(tree.leaves(got), tree.leaves(model(leaves, v)), strict=True):
-            worst = max(worst, (a - b).abs().max().item())
-        if simulate:
-            mean, metrics = sl.evaluate(loss, layout=layout)(state.params, sl.shard(mb, "batch/dp seq"))
-            pairs = zip((mean.value, metrics["logit"].value), plain(leaves, mb), strict=True)
-            worst = max(worst, *(abs(a - b).item() for a, b in pairs))
-    return worst
-
 
 # ---- values
 
@@ -150,31 +32,48 @@ def test_a_step_does_as_one_process(case: str) -> None:
     assert error(**CASES[case]) < 1e-12
 
 
+PP, MICROBATCHES = (1, 2, 3, 4), (1, 2, 4, 7)
+
+
+def covering() -> Iterator[tuple[str, int, int, int, bool]]:
+    """Schedule, ranks, micro-batches, ZeRO stage, tied or not, such that any two of them meet in all combinations: sums
+    and multiples in the field of four elements."""
+    times = (0, 2, 3, 1)
+    for s, name in enumerate(NAMES):
+        for p in range(4):
+            yield name, PP[p], MICROBATCHES[p ^ s % 4], p ^ times[s % 4], (s + p // 2) % 2 == 0
+
+
+def test_any_two_meet() -> None:
+    for i, j in itertools.combinations(range(5), 2):
+        values = [{case[k] for case in covering()} for k in (i, j)]
+        assert {(case[i], case[j]) for case in covering()} == set(itertools.product(*values))
+
+
+@pytest.mark.parametrize("pp", PP)
+def test_schedules_meshes_micro_batches_and_stages(pp: int) -> None:
+    for name, _, m, zero, tied in (case for case in covering() if case[1] == pp):
+        v, loss = NAMES[name], sl.pipeline(first, stage, last, made(name, m))
+        case: dict[str, Any] = dict(v=v, layers=v * pp, rows=2 * m, zero=zero, tied=tied, jit=False, steps=1)
+        assert error(None, pp=pp, dp=2, loss=loss, **case) < 1e-12, (name, m, zero, tied)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "dualpipe_v"])
-def test_every_schedule_on_every_mesh(name: str, pp: int) -> None:
-    v = 1 if name in ("gpipe", "one_f_one_b", "zero_bubble") else 2
-    for m in (1, 2, 4, 7):
-        made = schedules.interleaved(m, 2) if name == "interleaved" else getattr(schedules, name)(m)
+@pytest.mark.parametrize("pp", PP)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_of_them(name: str, pp: int) -> None:
+    """Their product: gradients (as SGD applies them), loss, norm and state, stages of two layers."""
+    v = NAMES[name]
+    for m, tied in itertools.product(MICROBATCHES, (True, False)):
+        loss = sl.pipeline(first, stage, last, made(name, m))
+        case: dict[str, Any] = dict(v=v, layers=2 * v * pp, rows=2 * m, tied=tied, jit=False, steps=1, loss=loss)
         for zero in range(4):
-            case: dict[str, Any] = dict(v=v, layers=2 * v * pp, rows=2 * m, zero=zero, tied=zero % 2 == 0)
-            assert error(made, pp=pp, dp=2, **case) < 1e-12, (m, zero)
+            assert error(None, pp=pp, dp=2, zero=zero, **case) < 1e-12, (m, tied, zero)
 
 
-def two_steps() -> float:
-    return error(schedules.gpipe(2), pp=2, simulate=False, jit=False)
-
-
-def two_steps_of_one_trace(folder: str) -> float:
-    return error(schedules.zbv(4), v=2, pp=2, dp=2, zero=3, simulate=False, cache=folder)
-
-
-def test_processes_do_as_one(tmp_path: Path) -> None:
-    """Line by line; and jitted, where the first rank traces for all, whatever their place in the pipeline."""
-    assert max(on_ranks(2, two_steps)) < 1e-12
-    assert max(on_ranks(4, two_steps_of_one_trace, str(tmp_path))) < 1e-12
-    assert [f.suffix for f in tmp_path.iterdir()] == [".jsonl"]
+def dropped(p: Any, mb: Any, key: Tensor) -> Any:
+    x = first(p, mb)
+    return x | {"x": sl.dropout("batch/dp seq model", x["x"], key, 0.3)}
 
 
 def test_dropout_does_not_know_of_stages_or_micro_batches() -> None:
@@ -280,7 +179,7 @@ GPIPE = schedules.gpipe(2)
             "has 3 micro-batches, `targets` of the batch has 4",
         ),
         ((first, stage, by_stages), GPIPE, {}, "the weight of the loss depends on what the stages computed"),
-        ((first, stage, with_extra), GPIPE, {}, "the last function returns `extra`"),
+        ((first, stage, with_extra), GPIPE, {}, "the state that the last function returns does not match"),
         ((lambda p, mb: 3, stage, last), GPIPE, {}, "returns is of type int; stages hand on trees of tensors"),
     ],
 )

@@ -72,12 +72,15 @@ TWO = ["RF1.0", "F1.0", "B1.0", "SB1.0", "RF1.1", "F1.1", "B1.1", "SB1.1"]
     [
         ([["F0.0", "G0.0"]], r"rank 0, step 1: 'G0.0' is no action"),
         ([["F0.0", "F0.0", "B0.0"]], r"rank 0, step 1: F0.0 stands twice, first at rank 0, step 0"),
-        ([["F0.0"], ["F1.0", "B1.0"]], r"rank 0: B0.0 is missing; there are 1 micro-batches"),
-        ([["F0.0", "I0.0"]], r"rank 0: W0.0 is missing"),
+        ([["F0.0"], ["F1.0", "B1.0"]], r"rank 0, step 0: F0.0 is there, B0.0 is missing; there are 1 micro-b"),
+        ([["F0.0", "I0.0"]], r"rank 0, step 0: F0.0 is there, W0.0 is missing"),
+        ([["F0.0", "B0.0", "B0.1"]], r"rank 0, step 2: B0.1 is there, F0.1 is missing"),
+        ([["F0.0", "B0.0", "F0.2", "B0.2"]], r"rank 0, F0.1 is missing; there are 3 micro-batches"),
+        ([[], []], r"a schedule has actions; these lists are empty"),
         ([["F0.0", "B0.0", "W0.0"]], r"rank 0, step 1: B0.0 stands beside I or W"),
         ([["F0.0", "B0.0", "F1.0"], ["B1.0"]], r"rank 1, step 0: B1.0 is an action of stage 1, which rank 0 holds"),
         ([["F0.0", "B0.0", "F1.0", "B1.0"], []], r"stages 0 to 1 lie on ranks `0` and `0`; each of 2 ranks"),
-        ([["F0.0", "B0.0"], ["F2.0", "B2.0"]], r"stages are numbered from 0, each with its actions; found `0` and `2`"),
+        ([["F0.0", "B0.0"], ["F2.0", "B2.0"]], r"rank 1, step 0: F2.0 is of stage 2, but no action is of stage 1"),
         (
             [["B0.0", "F0.0"], ["F1.0", "B1.0"]],
             r"cannot go on:\n  rank 0, step 0: B0.0 waits for F0.0, step 1 of rank 0 and B1.0, step 1 of rank 1\n"
@@ -87,6 +90,9 @@ TWO = ["RF1.0", "F1.0", "B1.0", "SB1.0", "RF1.1", "F1.1", "B1.1", "SB1.1"]
         ([ONE, [a for a in TWO if a != "SB1.1"]], r"from rank 1 to 0 differ at number 1:\n  rank 1: nothing\n.*RB0.1"),
         ([ONE, ["F1.0", "RF1.0", *TWO[2:]]], r"rank 1, step 0: F1.0 waits for RF1.0, step 1 of rank 1"),
         ([[*ONE, "SB0.0"], TWO], r"rank 0, step 8: SB0.0 has no other rank at its end"),
+        ([["F0.0", "B0.0", "R0.0"], ["F1.0", "B1.0"]], r"rank 1, step 1: no R1.0 comes after B1.0: where some grad"),
+        ([["F0.0", "R0.0", "B0.0"]], r"rank 0, step 2: no R0.0 comes after B0.0"),
+        ([["GF0.0", "F0.0", "B0.0"], ["F1.0", "GB1.0", "B1.0"]], r"rank 1, step 0: F1.0 comes before GF1.0: where"),
     ],
 )
 def test_what_cannot_run_says_rank_step_and_action(lists: list[list[str]], said: str) -> None:

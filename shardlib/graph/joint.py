@@ -89,7 +89,8 @@ def joint(
                 first = flat[: len(tree.leaves(of(out)))]
                 found["floats"] = [i for i, y in enumerate(first) if y.is_floating_point() and at]
                 rest = tuple(y for i, y in enumerate(flat) if i not in found["floats"])
-                return tuple(flat[i] for i in found["floats"]), rest
+                nothing = (torch.zeros((), device=xs[0].device),) if at and not found["floats"] else ()
+                return tuple(flat[i] for i in found["floats"]) or nothing, rest  # torch differentiates something
 
             if at:
                 out, pull, rest = torch.func.vjp(of_floats, *(xs[i] for i in at), has_aux=True)  # type: ignore[misc]
@@ -105,6 +106,7 @@ def joint(
             pairs = zip(at, pulled, strict=True)
             gradients = [as_gradient(inner, xs[i], g, name) for i, g in pairs]
             tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            out, given = out[: len(found["floats"])], given[: len(found["floats"])]
             for i, y in enumerate(given):
                 tracer.unwrap_proxy(y).node.meta["cotangent"] = i
             floats, others = iter(out), iter(rest)

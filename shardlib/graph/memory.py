@@ -21,6 +21,7 @@ from shardlib.errors import amount
 from shardlib.graph.fuse import Island
 from shardlib.graph.lines import said_at
 from shardlib.graph.nodes import inputs, outputs, roots
+from shardlib.switch import AT
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
@@ -161,12 +162,13 @@ def _failing(e: Exception) -> tuple[str, str]:
     simulated = re.search(r"node `(?:(\w+)\.)?(\w+)`", str(e))
     if simulated:
         return simulated[1] or "step", simulated[2]
-    lines = [f.line or "" for f in traceback.extract_tb(e.__traceback__) if f.filename.startswith("<eval_with_key>")]
+    frames = [f for x in (e, e.__cause__) if x is not None for f in traceback.extract_tb(x.__traceback__)]
+    lines = [f.line or "" for f in frames if f.filename.startswith("<eval_with_key>")]
     node, graph = "", "step"
     for line in lines:
         node, _, call = line.strip().partition(" = ")
         if called := re.match(r"self\.(\w+)\(", call):
-            graph, node = called[1], ""
+            graph, node = called[1].partition(AT)[0], ""
     return graph, node.partition(":")[0].strip()
 
 
@@ -174,7 +176,7 @@ def _told(module: GraphModule, graph: str, name: str) -> str:
     points = alive(module)
     peak = max(points, key=lambda point: point.total)
     here = next((p for p in points if (p.graph, p.node) == (graph, name)), None)
-    parts: dict[str, Any] = {"step": module, **dict(module.named_children())}
+    parts: dict[str, Any] = {name.rpartition(".")[2] or "step": m for name, m in module.named_modules()}
     said, columns = [], [("where it ran out", here), ("at the peak", peak)]
     columns = [(what, point) for what, point in columns if point is not None]
     for what, p in columns:

@@ -170,7 +170,7 @@ def _generated(module: GraphModule) -> Run:
     module = copied(module) if switches else module
     for name in switches:
         switch: Any = module.get_submodule(name)
-        run = _generated(switch.turn(own_index(switch.group)))
+        run = _generated(switch.running(own_index(switch.group)))
         module.set_submodule(name, _Compiled(lambda *xs, run=run: run(list(xs))))
     graph = _copy(module.graph)
     graph.set_codegen(_Boxed())

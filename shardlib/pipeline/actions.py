@@ -10,6 +10,9 @@
 | `RF`   | starts to receive what `F` needs from the stage before     | `SF` of that stage                       |
 | `SB`   | starts to send what `B` or `I` gave to the stage before    | its `B` or `I`                           |
 | `RB`   | starts to receive what `B` or `I` needs                    | `SB` of the stage behind                 |
+| `GF`   | gathers the stage's weights, for `F` and what follows it   |                                          |
+| `GB`   | gathers the stage's weights, for `B` and what follows it   |                                          |
+| `R`    | reduces the weights' gradients made since the stage's last | its `B` or `W`                           |
 
 As text `F2.5` is the forward of stage 2 for micro-batch 5.
 """
@@ -23,7 +26,21 @@ from shardlib.errors import ScheduleError
 COMPUTE = ("F", "B", "I", "W")
 SENDS = ("SF", "SB")
 RECEIVES = ("RF", "RB")
-_TEXT = re.compile(r"(F|B|I|W|SF|RF|SB|RB)(\d+)\.(\d+)")
+GATHERS = ("GF", "GB")
+MEANS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input",
+    "W": "backward, weights",
+    "SF": "send forward",
+    "RF": "receive forward",
+    "SB": "send backward",
+    "RB": "receive backward",
+    "GF": "gather weights",
+    "GB": "gather weights",
+    "R": "reduce gradients",
+}
+_TEXT = re.compile(r"(F|B|I|W|SF|RF|SB|RB|GF|GB|R)(\d+)\.(\d+)")
 
 
 class Action(NamedTuple):
@@ -32,6 +49,11 @@ class Action(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+    @property
+    def words(self) -> str:
+        """It in words: `stage 2, micro-batch 5, forward (F2.5)`."""
+        return f"stage {self.stage}, micro-batch {self.microbatch}, {MEANS[self.kind]} ({self})"
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
@@ -46,7 +68,9 @@ def parsed(action: "Action | str", where: str) -> Action:
         return action
     found = _TEXT.fullmatch(action) if isinstance(action, str) else None
     if found is None:
-        raise ScheduleError(f"{where}: {action!r} is no action; write F, B, I, W, SF, RF, SB or RB as in 'F2.5'")
+        raise ScheduleError(
+            f"{where}: {action!r} is no action; write F, B, I, W, SF, RF, SB, RB, GF, GB or R as in 'F2.5'"
+        )
     return Action(found[1], int(found[2]), int(found[3]))
 
 
@@ -76,11 +100,13 @@ def waits(action: Action, at: Mapping[int, int], sent: bool) -> list[tuple[Actio
     own, last = at[s], len(at) - 1
     if kind == "W":
         return [(Action("I", s, k),)]
+    if kind == "R":
+        return [(Action("B", s, k), Action("W", s, k))]
     if kind == "SF":
         return [(Action("F", s, k),)]
     if kind == "SB":
         return [(Action("B", s, k), Action("I", s, k))]
-    if kind in RECEIVES:
+    if kind in RECEIVES + GATHERS:
         return []
     found: list[tuple[Action, ...]] = [] if kind == "F" else [(Action("F", s, k),)]
     way, source = ("F", s - 1) if kind == "F" else ("B", s + 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import optree
@@ -20,6 +20,7 @@ from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Inputs
 from shardlib.spec import Dim, Spec
 from shardlib.types import Leaf, padding_allowed, region
+from shardlib.zero import Layout
 
 
 def stacked_over(spec: Spec, axis: str) -> bool:
@@ -27,12 +28,19 @@ def stacked_over(spec: Spec, axis: str) -> bool:
     return any(axis in d.axes for d in spec.dims[: spec.stacked])
 
 
+@lru_cache(maxsize=64)
+def on(schedule: Schedule | Callable[[int], Schedule], ranks: int) -> Schedule:
+    """The schedule for so many ranks."""
+    return schedule if isinstance(schedule, Schedule) else schedule(ranks)
+
+
 class Arguments:
     """Parameters, batch and key of one call in a region.
 
     `own` and `rest`: the positions of the leaves that are stacked along the axis, and of the others, each once;
     `layers` of each stage; `chunks`: for each of `own` what each of a rank's stages has of it; `batches`, with their
-    `numbers` among the `count` that the whole batch is cut into along `dim`.
+    `numbers` among the `count` that the whole batch is cut into along `dim`. By position `uses`: the spec in which a
+    stage uses a leaf that the schedule gathers; `sums`: that in which gradients add up which the schedule reduces.
     """
 
     def __init__(
@@ -41,15 +49,17 @@ class Arguments:
         axis: str,
         params: Any,
         batch: Any,
+        extra: Any,
         key: Tensor | None,
         part: Part | None,
+        layout: Layout | None,
     ) -> None:
         self.axis, self.here, self.part = axis, region(), part
         mesh = self.here.mesh
         if axis not in mesh.shape:
             raise SpecError(f"the pipeline runs over `{axis}`, which is no axis of {mesh!r}: make_mesh({axis}=2, ...)")
         self.ranks, self.inner = mesh.shape[axis], Inner.of(mesh, axis)
-        self.schedule = schedule if isinstance(schedule, Schedule) else schedule(self.ranks)
+        self.schedule = on(schedule, self.ranks)
         if self.schedule.ranks != self.ranks:
             raise ScheduleError(f"the schedule is for {self.schedule.ranks} ranks, `{axis}` has {self.ranks}")
         self.flat, self.structure = tree.flatten(params)
@@ -57,9 +67,19 @@ class Arguments:
         leaves = [self.here.leaves.get(x) for x in self.flat]
         self.stacked = [leaf is not None and stacked_over(leaf.spec, axis) for leaf in leaves]
         self.own, self.rest = ([i for i in sorted({*self.places}) if self.stacked[i] == s] for s in (True, False))
+        self.uses, self.sums = self._moved(layout)
+        if self.sums:
+            self.schedule = self.schedule.reducing
         self.layers = self._layers()
         self.chunks = [self._chunks(i) for i in self.own]
         self.batches, self.dim, self.numbers, self.count = self._micro_batches(batch)
+        self.extra = extra
+        for path, x in zip(tree.paths(extra), tree.leaves(extra), strict=True):
+            if self.here.over(x, axis) != "I":
+                raise SpecError(
+                    f"`{path}` of extra is {self.here.describe(x)}: every rank of `{axis}`, the axis of the pipeline, "
+                    "has whole extra"
+                )
         self.key = [] if key is None else [key]
 
     def leaf(self, i: int) -> Leaf:
@@ -77,6 +97,22 @@ class Arguments:
         """Which of some leaves have a gradient, by their place among these."""
         sources = self.places if self.part is None else self.part.sources
         return [k for k, i in enumerate(positions) if sources[i] == i and self.flat[i].is_floating_point()]
+
+    def _moved(self, layout: Layout | None) -> tuple[dict[int, Spec], dict[int, Spec]]:
+        if layout is None:
+            return {}, {}
+        compute = tree.leaves(layout.compute)
+        uses = {i: compute[i] for i in self.own if compute[i].chains != self.leaf(i).spec.chains}
+        if self.part is None:
+            return uses, {}
+        trained = [i for i, source in enumerate(self.part.sources) if source == i]
+        sums = dict(zip(trained, tree.leaves(layout.grads), strict=True))
+        return uses, {i: s for i, s in sums.items() if i in uses or self._cut_further(s, compute[i])}
+
+    def _cut_further(self, sums: Spec, compute: Spec) -> bool:
+        """Whether gradients add up in pieces of those that the functions give, of each layer its own."""
+        stacked = compute.stacked
+        return sums.chains != compute.chains and sums.chains[:stacked] == compute.chains[:stacked]
 
     # ---- layers
 
@@ -184,6 +220,19 @@ class Arguments:
         leaf = Leaf(spec.unstack(at).without((self.axis,)), (n, *shape[at + 1 :]))
         return replace(m, shape=(n, *m.shape[1:]), leaf=leaf, padded=False)
 
+    def summed_as(self, i: int) -> Spec | None:
+        """The spec of the sum of the gradients of the leaf at a position, in a stage, where the schedule reduces it."""
+        return self._in_stage(i, self.sums.get(i))
+
+    def used_as(self, i: int) -> Spec | None:
+        """The spec of the leaf at a position, in a stage, where the schedule gathers it."""
+        return self._in_stage(i, self.uses.get(i))
+
+    def _in_stage(self, i: int, spec: Spec | None) -> Spec | None:
+        """The spec without the axis, and of several runs of stages that of one."""
+        runs = self.stacked[i] and self.axis not in self.leaf(i).spec.dims[0].axes
+        return spec and spec.unstack(int(runs)).without((self.axis,))
+
     def inputs(self, blocks: bool, handed: Any) -> Inputs:
         """How a function that takes the blocks, or the rest, gets its arguments."""
         mine = [i if s == blocks else None for i, s in zip(self.places, self.stacked, strict=True)]
@@ -191,12 +240,13 @@ class Arguments:
         found, structure = tree.flatten(
             _subtree(whole, tree.unflatten(self.structure, self.stacked)) if blocks else whole
         )
-        batch = tree.flatten(self.batches[0])[1]
-        return Inputs(structure, tuple(found), handed, batch, bool(self.key), self.dim, self.count)
+        batch, extra = tree.flatten(self.batches[0])[1], tree.flatten(self.extra)[1]
+        more = bool(self.key), self.dim, self.count, self.here.reduce
+        return Inputs(structure, tuple(found), handed, batch, extra, *more)
 
     def context(self, k: int) -> list[Tensor]:
-        """The flat inputs of every function for micro-batch `k`: its leaves, the key, its number."""
-        return [*tree.leaves(self.batches[k]), *self.key, *self.numbers[k : k + 1]]
+        """The flat inputs of every function for micro-batch `k`: its leaves, extra, the key, its number."""
+        return [*tree.leaves(self.batches[k]), *tree.leaves(self.extra), *self.key, *self.numbers[k : k + 1]]
 
 
 def _subtree(whole: Any, marks: Any) -> Any:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shardlib.pipeline.actions import MEANS
+
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"}
-MEANS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
 
 
 class Box(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shardlib.errors import ScheduleError
-from shardlib.pipeline.actions import COMPUTE, SENDS, Action, Lists, placement, places, waits
+from shardlib.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Lists, placement, places, waits
 
 
 class Span(NamedTuple):
@@ -20,11 +20,11 @@ Cost = Callable[[Action], float]
 def played(lists: Lists, cost: Cost = lambda action: 1.0, send: float = 0.0) -> dict[Action, Span]:
     """The span of every action when each starts as soon as its rank is free and what it waits for is done.
 
-    Sends and receives take no time of a rank; what is sent arrives `send` after the send. Raises `ScheduleError` where
-    some actions can never start, with what each rank waits for.
+    Actions that compute nothing take no time of a rank; what is sent arrives `send` after the send. Raises
+    `ScheduleError` where some actions can never start, with what each rank waits for.
     """
     at = placement(lists)
-    sent = any(a.kind not in COMPUTE for _, _, a in places(lists))
+    sent = any(a.kind in SENDS + RECEIVES for _, _, a in places(lists))
     spans: dict[Action, Span] = {}
     steps, free = [0] * len(lists), [0.0] * len(lists)
     going = True

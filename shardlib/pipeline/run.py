@@ -10,24 +10,27 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 
 from shardlib import collectives as c
 from shardlib import tree
-from shardlib.accumulate import added
-from shardlib.autodiff import Aux, GradFn, as_gradient, aux_of
+from shardlib.accumulate import added, blank
+from shardlib.autodiff import Aux, GradFn, accepted, as_gradient, aux_of
 from shardlib.errors import SpecError
 from shardlib.graph import trace
 from shardlib.graph.nodes import inputs, sliced, used_placeholders
 from shardlib.graph.program import copied
 from shardlib.graph.trace import Meta, call, is_analysing
 from shardlib.mean import Mean, divide, whole
+from shardlib.mesh import current_mesh
 from shardlib.parts import Memo, Part
 from shardlib.phases import gradients
-from shardlib.pipeline.arguments import Arguments, stacked_over
+from shardlib.pipeline.arguments import Arguments, on, stacked_over
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced, takes_another, traced
 from shardlib.pipeline.turns import Work
+from shardlib.pipeline.weights import Gather
+from shardlib.sharding import settle
 from shardlib.simulate import current_rank
 from shardlib.spec import Spec
 from shardlib.switch import Switch
-from shardlib.types import paused, region, valueless
+from shardlib.types import Leaf, paused, region, valueless
 from shardlib.zero import Layout
 
 
@@ -42,6 +45,8 @@ def pipeline(
 
     `first(params, mb, key) -> x`, `stage(blocks, x, mb, key) -> x`, `last(params, x, mb, key) -> Mean` are per-device
     functions; one that has no `key` gets none; `x` is any tree of tensors, `last` may return metrics as a loss does.
+    One with a parameter `extra` gets the step's; `last`, that which the micro-batches before have left, and may return
+    a new one.
     `blocks`: this stage's layers of the parameters that are stacked along `axis` (`blocks: Block =
     sl.stack("layers/pp")`; `"v layers/pp"` where a rank has v stages); `params`: all others, None for those; `mb`: a
     micro-batch. A leaf of the others may be split over `axis` at rest (`"vocab/tp/pp model"`): `step` gathers it before
@@ -64,9 +69,11 @@ class Pipeline(GradFn):
         super().__init__(last)
         self.functions = {"first": first, "stage": stage, "last": last}
         self.schedule, self.axis = schedule, axis
-        takes = (takes_another(f, 2 if n == "first" else 3) for n, f in self.functions.items())
-        self.takes_key = any(takes)
+        given = [(f, 2 if what == "first" else 3) for what, f in self.functions.items()]
+        self.takes_key = any(takes_another(f, n) for f, n in given)
+        self.takes_extra = any(accepted(f, n, extra=()) for f, n in given)
         self.traced: dict[Any, Traced] = Memo()
+        self.gathering: dict[Any, Gather] = Memo()
         self.switches: dict[Any, tuple[Work, Switch]] = Memo()
         self.turns: dict[tuple[int, int], Any] = Memo()
         self.weighing: dict[Any, tuple[Traced, Any]] = Memo()
@@ -79,10 +86,17 @@ class Pipeline(GradFn):
 
         return replace(layout, compute=tree.map_(one, layout.compute), grads=tree.map_(one, layout.grads))
 
-    def forward(self, *args: Any, key: Any = None, extra: Any = None) -> tuple[Mean, Aux]:
+    def taken(self, layout: Layout) -> Any:
+        """The specs of `compute`; where the schedule gathers weights, those of stages as they lie at rest."""
+        mesh = current_mesh()
+        if self.axis not in mesh.shape or not on(self.schedule, mesh.shape[self.axis]).gathers:
+            return layout.compute
+        return tree.map_(lambda c, p: p if stacked_over(c, self.axis) else c, layout.compute, layout.params)
+
+    def forward(self, *args: Any, key: Any = None, extra: Any = None, layout: Layout | None = None) -> tuple[Mean, Aux]:
         """The loss itself: the forward actions of the schedule."""
         params, batch = args
-        here = _Call(self, params, batch, key, None, False)
+        here = _Call(self, params, batch, extra, key, None, layout, False)
         totals, aux, _ = here.run([])
         return here.mean(totals), aux
 
@@ -93,9 +107,10 @@ class Pipeline(GradFn):
         extra: Any = None,
         seeds: Sequence[Tensor] | None = None,
         part: Part | None = None,
+        layout: Layout | None = None,
     ) -> Any:
         params, batch = args
-        here = _Call(self, params, batch, key, part, True)
+        here = _Call(self, params, batch, extra, key, part, layout, True)
         weights = here.weights()
         if seeds is None:
             pairs = zip(here.last.coefficients, weights, strict=True)
@@ -106,23 +121,34 @@ class Pipeline(GradFn):
         mean = here.mean(totals, weights)
         if seeds is not None:
             return (mean, aux), grads
-        return (mean.value if aux.metrics is None else (mean.value, aux)), grads
+        return (mean.value if aux.metrics is None and aux.extra is None else (mean.value, aux)), grads
 
 
 class _Call:
     """One call: its arguments, and the functions as they are traced for them."""
 
-    def __init__(self, of: Pipeline, params: Any, batch: Any, key: Any, part: Part | None, grad: bool) -> None:
+    def __init__(
+        self,
+        of: Pipeline,
+        params: Any,
+        batch: Any,
+        extra: Any,
+        key: Any,
+        part: Part | None,
+        layout: Layout | None,
+        grad: bool,
+    ) -> None:
         region().asked = True  # an untyped run would not know what it is given
         self.of, self.grad = of, grad
-        self.given = Arguments(of.schedule, of.axis, params, batch, key if of.takes_key else None, part)
+        extra, key = extra if of.takes_extra else None, key if of.takes_key else None
+        self.given = Arguments(of.schedule, of.axis, params, batch, extra, key, part, layout)
         given = self.given
         rest = [given.meta(given.flat[i]) for i in given.rest]
         self.first = before = self._function("first", rest, [], tree.flatten(None)[1])
         self.stages: list[Traced] = []
-        for n in given.layers:
-            own = [given.layer_meta(k, n) for k in range(len(given.own))]
-            before = self._function("stage", own, before.given, before.joint.structure)
+        self.gathers = [self._gather(n) for n in given.layers]
+        for gather in self.gathers:
+            before = self._function("stage", gather.used, before.given, before.joint.structure)
             self.stages.append(before)
         self.last = self._function("last", rest, before.given, before.joint.structure)
         self.handed = range(len(rest), len(rest) + len(before.given))  # among the inputs of the last
@@ -138,6 +164,16 @@ class _Call:
             self.of.traced[key] = traced(self.of.functions[what], what, given.inner, metas, how, at, self.grad)
         return self.of.traced[key]
 
+    def _gather(self, layers: int) -> Gather:
+        """What gathers the parameters of a stage of so many layers, if the schedule does."""
+        given = self.given
+        metas = tuple(given.layer_meta(k, layers) for k in range(len(given.own)))
+        specs = tuple(map(given.used_as, given.own))
+        key = given.inner.name, metas, specs
+        if key not in self.of.gathering:
+            self.of.gathering[key] = Gather(metas, specs, given.inner)
+        return self.of.gathering[key]
+
     def run(self, seeds: list[Tensor]) -> tuple[list[Tensor], Aux, Any]:
         """The totals, the metrics and, with seeds, the gradients."""
         given = self.given
@@ -152,11 +188,17 @@ class _Call:
             rest=[given.meta(given.flat[i]) for i in given.rest],
             own=[given.layer_meta(k, None) for k in range(len(given.own))],
             batch=[given.meta(x) for x in tree.leaves(given.batches[0])],
+            extra=[given.meta(x) for x in tree.leaves(given.extra)],
             key=[given.meta(x) for x in given.key],
             number=[given.meta(x) for x in given.numbers[:1]],
             seeds=[replace(given.meta(x), leaf=None) for x in seeds],
+            gathers=self.gathers,
+            sums_own=[given.summed_as(i) for i in given.own],
+            sums_rest=[given.summed_as(i) for i in given.rest],
+            reduce=given.here.reduce,
         )
-        letters = [*"P" * len(work.totals)]
+        changes = self.last.changes
+        letters = [*"P" * (len(work.totals) - changes), *"V" * changes]
         if seeds:
             own, rest = work.trained
             letters += "V" * len(own) * work.chunks + "P" * len(rest)
@@ -167,12 +209,14 @@ class _Call:
 
     def _switched(self, work: Work, seeds: list[Tensor], results: list[Meta]) -> list[Tensor]:
         given = self.given
-        key = (tuple(map(id, (self.first, *self.stages, self.last))), tuple(work.metas), given.inner.name)
+        sums = (*work.sums_own, *work.sums_rest, work.reduce)
+        key = (tuple(map(id, (self.first, *self.stages, self.last))), tuple(work.metas), given.inner.name, sums)
         if key not in self.of.switches:
             self.of.switches[key] = work, work.switch()
         chunks = [x for each in zip(*given.chunks, strict=True) for x in each]
         batches = [x for b in given.batches for x in tree.leaves(b)]
-        flat = [*(given.flat[i] for i in given.rest), *chunks, *batches, *given.key, *given.numbers, *seeds]
+        rest, extra = [given.flat[i] for i in given.rest], tree.leaves(given.extra)
+        flat = [*rest, *chunks, *batches, *extra, *given.key, *given.numbers, *seeds]
         return self._ran("pipeline", self.of.switches[key][1], flat, results)
 
     def _as_fake(self, results: Sequence[Meta]) -> list[Tensor]:
@@ -190,20 +234,29 @@ class _Call:
         if isinstance(module, Switch):
             rank = current_rank() if here.mesh.simulate else here.mesh.rank
             index = here.mesh.coordinates(rank or 0)[self.given.axis]
-            module = self.of.turns.setdefault((id(module), index), module.turn(index))
+            if (id(module), index) not in self.of.turns:
+                self.of.turns[id(module), index] = module.running(index)
+            module = self.of.turns[id(module), index]
         with paused(), torch.no_grad():
             return [m.label(here, x) for m, x in zip(results, module(*flat), strict=True)]
 
     # ---- the loss
 
     def _aux(self, out: Sequence[Tensor]) -> Aux:
-        """The metrics of all micro-batches, from the totals and metrics."""
-        n = len(self.last.coefficients)
-        _, (_, found) = tree.unflatten(self.last.joint.structure, [*out[:n], *out[:n], *out[n:]])
-        metrics, count = aux_of(found).metrics, self.given.schedule.microbatches
-        if metrics is None:
-            return Aux()
-        return Aux({k: v if isinstance(v, Mean) else v / count for k, v in metrics.items()})
+        """The metrics of all micro-batches and the new extra, from the totals, metrics and extra."""
+        n, last, count = len(self.last.coefficients), len(out) - self.last.changes, self.given.schedule.microbatches
+        changed = [self._everywhere(x, old) for x, old in zip(out[last:], tree.leaves(self.given.extra), strict=False)]
+        _, (_, found) = tree.unflatten(self.last.joint.structure, [*out[:n], *out[:n], *out[n:last], *changed])
+        aux = aux_of(found)
+        if aux.metrics is None:
+            return aux
+        return replace(aux, metrics={k: v if isinstance(v, Mean) else v / count for k, v in aux.metrics.items()})
+
+    def _everywhere(self, x: Tensor, old: Tensor) -> Tensor:
+        """New extra, which the ranks without the last stage have as zeros, on all ranks of the axis: the leaf `old`."""
+        numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+        x, leaf = c._psum(numbers, (self.given.axis,)).to(x.dtype), self.given.here.leaves.get(old)
+        return x if leaf is None else settle(x, leaf)
 
     def mean(self, totals: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Mean:
         """The loss."""
@@ -228,6 +281,12 @@ class _Call:
         """The graph of the weights, without what the last function is handed."""
         module = sliced(self.last.joint.forward, self.last.weights)
         reads, nodes = used_placeholders(module), inputs(module.graph)
+        at = self.handed.stop + len(tree.leaves(self.given.batches[0]))
+        if self.given.schedule.microbatches > 1 and any(reads[at : at + len(tree.leaves(self.given.extra))]):
+            raise SpecError(
+                "the weight of the loss depends on `extra`, which changes from one micro-batch to the next; weights of "
+                "all are summed first"
+            )
         if any(reads[i] for i in self.handed):
             raise SpecError(
                 "the weight of the loss depends on what the stages computed: a weight says how much each element "
@@ -258,9 +317,21 @@ class _Call:
         for positions in (given.own, given.rest):
             for i in (positions[k] for k in given.trained(positions)):
                 if i not in found:  # no function uses it
-                    found[i] = torch.zeros_like(given.flat[i])
+                    spec = given.sums.get(i)
+                    found[i] = torch.zeros_like(given.flat[i]) if spec is None else blank(given.flat[i], spec)
         gradients(found.values(), [given.paths[i] for i in found])
-        made = {i: as_gradient(here, given.flat[i], g, given.paths[i]) for i, g in found.items()}
+        made = {i: self._gradient(i, g) for i, g in found.items()}
         if given.part is None:
             return tree.unflatten(given.structure, [made.get(i) for i in given.places])
         return tree.unflatten(given.structure, [made.get(i) for i in range(len(given.flat))])
+
+    def _gradient(self, i: int, g: Tensor) -> Tensor:
+        """The gradient of the leaf at a position as a leaf: reduced, if the schedule does that, else as it is."""
+        given, here = self.given, self.given.here
+        spec = given.sums.get(i)
+        if spec is None:
+            return as_gradient(here, given.flat[i], g, given.paths[i])
+        with paused():
+            g = g.view_as(g)
+        here.set_type(g, here.make(V=spec.split, P=spec.pending))
+        return settle(g, Leaf(spec, given.leaf(i).shape))

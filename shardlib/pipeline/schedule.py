@@ -6,7 +6,7 @@ from functools import cached_property
 
 from shardlib.errors import ScheduleError, listing
 from shardlib.pipeline import draw
-from shardlib.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Lists, parsed, placement, places
+from shardlib.pipeline.actions import COMPUTE, GATHERS, RECEIVES, SENDS, Action, Lists, parsed, placement, places
 from shardlib.pipeline.order import Span, idle, played
 
 
@@ -14,10 +14,12 @@ from shardlib.pipeline.order import Span, idle, played
 class Schedule:
     """For each rank its list of actions: `Schedule([["F0.0", "B0.0"], ["F1.0", "B1.0"]])`.
 
-    Lists of `F`, `B` (or `I` and `W`) alone are enough: what is sent and received is added. `lists` holds the whole
-    lists, `stages`, `microbatches` and `placement` (the rank of each stage) are read from them. Rank r of p holds one
-    stage of each run of p stages. Raises `ScheduleError`, which names rank, step and action, where an action is missing
-    or stands twice, sends and receives do not match, or the lists cannot run to their end.
+    Lists of `F`, `B` (or `I` and `W`) alone are enough: what is sent and received is added, and `R` after every
+    backward where the layout cuts gradients further than weights (ZeRO-2). With `GF` and `GB` a stage's weights come
+    in as they lie at rest and are gathered where these stand (ZeRO-3); without, before the first action. `lists` holds
+    the whole lists, `stages`, `microbatches` and `placement` (the rank of each stage) are read from them. Rank r of p
+    holds one stage of each run of p stages. Raises `ScheduleError`, which names rank, step and action, where an action
+    is missing or stands twice, sends and receives do not match, or the lists cannot run to their end.
     """
 
     lists: tuple[tuple[Action, ...], ...]
@@ -29,7 +31,8 @@ class Schedule:
             for rank, actions in enumerate(lists)
         )
         check_complete(read)
-        if all(a.kind in COMPUTE for _, _, a in places(read)):
+        check_weights(read)
+        if not any(a.kind in SENDS + RECEIVES for _, _, a in places(read)):
             read = with_transfers(read)
         check_transfers(read)
         played(read)
@@ -55,6 +58,24 @@ class Schedule:
     def microbatches(self) -> int:
         """How many micro-batches there are."""
         return 1 + max(a.microbatch for _, _, a in places(self.lists))
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether weights are gathered by its actions."""
+        return any(a.kind in GATHERS for _, _, a in places(self.lists))
+
+    @cached_property
+    def reducing(self) -> "Schedule":
+        """The schedule with gradients reduced after every backward, where it does not say when."""
+        if any(a.kind == "R" for _, _, a in places(self.lists)):
+            return self
+        lists = [list(actions) for actions in self.lists]
+        for actions in lists:
+            for i, (kind, s, k) in reversed(list(enumerate(actions))):
+                if kind in ("B", "W"):  # after the send, for which others wait
+                    sent = actions[i + 1 : i + 2] == [Action("SB", s, k)]
+                    actions.insert(i + 1 + sent, Action("R", s, k))
+        return Schedule(lists, self.name)
 
     def timeline(
         self, *, forward: float = 1, input: float = 1, weight: float = 1, send: float = 0
@@ -132,8 +153,14 @@ def check_complete(lists: Lists) -> None:
             )
         seen[action] = rank, step
     at = placement(lists)
-    if not seen or [*at] != list(range(len(at))):
-        raise ScheduleError(f"stages are numbered from 0, each with its actions; found {listing(at)}")
+    if not seen:
+        raise ScheduleError("a schedule has actions; these lists are empty")
+    if unknown := [a for a in seen if a.stage >= len(at)]:
+        (rank, step), missing = seen[unknown[0]], min({*range(len(at))} - {*at})
+        raise ScheduleError(
+            f"rank {rank}, step {step}: {unknown[0]} is of stage {unknown[0].stage}, but no action is of stage "
+            f"{missing}: stages are numbered from 0"
+        )
     n, p = 1 + max(a.microbatch for a in seen), len(lists)
     for s, rank in at.items():
         for k in range(n):
@@ -142,7 +169,9 @@ def check_complete(lists: Lists) -> None:
                 raise ScheduleError(f"rank {rank}, step {seen[whole][1]}: {whole} stands beside I or W of the same")
             wanted = [forward, whole] if not any(a in seen for a in parts) else [forward, *parts]
             if missing := [a for a in wanted if a not in seen]:
-                raise ScheduleError(f"rank {rank}: {missing[0]} is missing; there are {n} micro-batches")
+                beside = next((a for a in wanted if a in seen), None)
+                where = f"rank {rank}" if beside is None else f"rank {rank}, step {seen[beside][1]}: {beside} is there"
+                raise ScheduleError(f"{where}, {missing[0]} is missing; there are {n} micro-batches")
     for run in range(0, len(at), p):
         held = [at[s] for s in range(run, min(run + p, len(at)))]
         if sorted(held) != list(range(p)):
@@ -158,7 +187,7 @@ def check_transfers(lists: Lists) -> None:
     ways: dict[tuple[str, int, int], list[list[tuple[Action, int]]]] = {}
     for rank, step, action in places(lists):
         kind, s, _ = action
-        if kind in COMPUTE:
+        if kind not in SENDS + RECEIVES:
             continue
         ahead = (kind == "SF") - (kind == "SB") - (kind == "RF") + (kind == "RB")
         if not 0 <= s + ahead <= last or at[s + ahead] == rank:
@@ -178,6 +207,31 @@ def check_transfers(lists: Lists) -> None:
             raise ScheduleError(f"sends and receives from rank {source} to {to} differ at number {i}:\n  {a}\n  {b}")
 
 
+def check_weights(lists: Lists) -> None:
+    """Raise where weights are gathered for some actions only, or gradients reduced for some only."""
+    kinds = {a.kind for _, _, a in places(lists)}
+    for rank, actions in enumerate(lists):
+        gathered, due = set[int](), dict[int, tuple[int, Action]]()
+        for step, a in enumerate(actions):
+            if a.kind in GATHERS:
+                gathered.add(a.stage)
+            elif a.kind == "F" and kinds.intersection(GATHERS) and a.stage not in gathered:
+                raise ScheduleError(
+                    f"rank {rank}, step {step}: {a} comes before GF{a.stage}.{a.microbatch}: "
+                    "where some weights are gathered by the schedule, all are"
+                )
+            elif a.kind in ("B", "W"):
+                due[a.stage] = step, a
+            elif a.kind == "R":
+                due.pop(a.stage, None)
+        if due and "R" in kinds:
+            step, a = min(due.values())
+            raise ScheduleError(
+                f"rank {rank}, step {step}: no R{a.stage}.{a.microbatch} comes after {a}: where some "
+                "gradients are reduced by the schedule, all are"
+            )
+
+
 def with_transfers(lists: Lists) -> tuple[tuple[Action, ...], ...]:
     """Lists of what is computed with what is sent and received.
 
@@ -188,7 +242,9 @@ def with_transfers(lists: Lists) -> tuple[tuple[Action, ...], ...]:
     at, spans = placement(lists), played(lists)
     out: list[list[tuple[int, int, Action]]] = [[(i, 1, a) for i, a in enumerate(each)] for each in lists]
     least: dict[tuple[int, int], int] = {}  # where a rank's next receive from another may stand at the earliest
-    for end, rank, step, action in sorted((spans[a].end, r, i, a) for r, i, a in places(lists) if a.kind != "W"):
+    for end, rank, step, action in sorted(
+        (spans[a].end, r, i, a) for r, i, a in places(lists) if a.kind in ("F", "B", "I")
+    ):
         way = "F" if action.kind == "F" else "B"
         other = action.stage + (1 if way == "F" else -1)
         to = at.get(other, rank)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib import tree
-from shardlib.autodiff import aux_tree, parts_of_loss
+from shardlib.accumulate import same_leaves
+from shardlib.autodiff import accepted, aux_tree, parts_of_loss
 from shardlib.errors import SpecError, defined
 from shardlib.graph.joint import Joint, again, joint
 from shardlib.graph.nodes import ancestors, clean, inputs, outputs, used_placeholders
@@ -37,13 +38,15 @@ class Halves:
 @dataclass
 class Traced:
     """One function for one shape of its inputs: parameters, what the function before gave (`handed`), the micro-batch,
-    the key, the number of the micro-batch. The backward gives the gradients of the parameters `at`, then of the floats
-    among what was handed; that of a parameter whose `layers` are not 0 as so many, for each layer its own."""
+    `extra`, the key, the number of the micro-batch. The backward gives the gradients of the parameters `at`, then of
+    the floats among what was handed; that of a parameter whose `layers` are not 0 as so many, for each layer its own.
+    The last `changes` of what it gives are the new `extra`."""
 
     joint: Joint
     at: list[int]
     layers: list[int]
     coefficients: tuple[float, ...] = ()
+    changes: int = 0
     _halves: Halves | None = None
 
     @property
@@ -77,19 +80,22 @@ class Inputs:
     sources: tuple[int, ...]
     handed: Any
     batch: Any
+    extra: Any
     key: bool
     dim: Dim | None
     count: int
+    reduce: torch.dtype | None
 
-    def of(self, xs: Sequence[Tensor]) -> tuple[Any, Any, Any, Tensor | None, Tensor | None]:
-        """Parameters, what was handed, the micro-batch, key and number."""
+    def of(self, xs: Sequence[Tensor]) -> tuple[Any, Any, Any, Any, Tensor | None, Tensor | None]:
+        """Parameters, what was handed, the micro-batch, extra, key and number."""
         it = iter(xs)
         own = [next(it) for _ in range(len(set(self.sources)))]
         place = {at: i for i, at in enumerate(dict.fromkeys(self.sources))}
         params = tree.unflatten(self.params, [own[place[at]] for at in self.sources])
         handed = tree.unflatten(self.handed, [next(it) for _ in range(self.handed.num_leaves)])
         batch = tree.unflatten(self.batch, [next(it) for _ in range(self.batch.num_leaves)])
-        return params, handed, batch, next(it) if self.key else None, next(it, None)
+        extra = tree.unflatten(self.extra, [next(it) for _ in range(self.extra.num_leaves)])
+        return params, handed, batch, extra, next(it) if self.key else None, next(it, None)
 
 
 def traced(
@@ -104,18 +110,19 @@ def traced(
     """Trace `first(params, mb, key)`, `stage(blocks, x, mb, key)` or `last(params, x, mb, key)` (`what` says which);
     of the last the result is `(totals, (weights, metrics))`, whose totals alone are differentiated."""
     here = Region(mesh)
-    here.where = getattr(f, "__name__", what)
+    here.where, here.reduce = getattr(f, "__name__", what), how.reduce
     floats = [i for i, m in enumerate(metas) if m.dtype.is_floating_point or m.dtype.is_complex]
     own = len(set(how.sources))
     handed = [i for i in floats if own <= i < own + how.handed.num_leaves]
     coefficients: list[float] = []
 
     def run(*xs: Tensor) -> Any:
-        params, x, batch, key, number = how.of(xs)
-        with region().names(xs), region().running(how.dim, number, how.count):
+        params, x, batch, extra, key, number = how.of(xs)
+        with region().names(xs), region().running(how.dim, number, how.count, how.reduce):
             args = (params, batch) if what == "first" else (params, x, batch)
-            out = f(*args, *((key,) if takes_another(f, len(args)) else ()))
-            return _loss(f, out, coefficients) if what == "last" else _passed(f, out)
+            more = accepted(f, len(args), extra=extra)
+            out = f(*args, *((key,) if takes_another(f, len(args)) else ()), **more)
+            return _loss(f, out, extra, coefficients) if what == "last" else _passed(f, out)
 
     last = what == "last"
     made = joint(
@@ -128,7 +135,8 @@ def traced(
     )
     used = used_placeholders(made.forward)
     made, layers = _by_layer(made, [used[i] for i in at])
-    return Traced(made, [i for i in at if used[i]], layers, tuple(coefficients))
+    changes = len(tree.leaves(tree.unflatten(made.structure, made.results)[1][1][1])) if last else 0
+    return Traced(made, [i for i in at if used[i]], layers, tuple(coefficients), changes)
 
 
 def _by_layer(made: Joint, used: Sequence[bool]) -> tuple[Joint, list[int]]:
@@ -162,7 +170,7 @@ def takes_another(f: Callable[..., Any], given: int) -> bool:
 
 
 def _asks(p: inspect.Parameter) -> bool:
-    return p.name == "key" or p.default is p.empty
+    return p.name == "key" or (p.default is p.empty and p.name != "extra")
 
 
 def _passed(f: Callable[..., Any], out: Any) -> Any:
@@ -176,13 +184,17 @@ def _passed(f: Callable[..., Any], out: Any) -> Any:
     return tree.map_(lambda x: x.contiguous(), out)
 
 
-def _loss(f: Callable[..., Any], out: Any, kept: list[float]) -> Any:
+def _loss(f: Callable[..., Any], out: Any, extra: Any, kept: list[float]) -> Any:
+    here = region()
     with defined(f):
         mean, aux = parts_of_loss(out)
         if aux.extra is not None:
-            raise SpecError(
-                "pipeline: the last function returns `extra`; state that changes has no place in a pipeline"
-            )
+            aux = replace(aux, extra=same_leaves("the last function", aux.extra, extra))
+            for path, x, old in zip(tree.paths(extra), tree.leaves(aux.extra), tree.leaves(extra), strict=True):
+                if here.type_of(x) != here.type_of(old):
+                    raise SpecError(
+                        f"the last function made `{path}` of its state {here.describe(x)}; it was {here.describe(old)}"
+                    )
     kept[:] = [t.coefficient for t in mean.terms]
     return tuple(t.total for t in mean.terms), (tuple(t.weight for t in mean.terms), aux_tree(aux))
 

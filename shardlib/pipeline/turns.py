@@ -2,23 +2,27 @@
 the schedule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+from shardlib import layout as cuts
 from shardlib import wire
 from shardlib.autodiff import dual
 from shardlib.graph.trace import Meta, added, call, meta, strides, typed
 from shardlib.mesh import Inner
-from shardlib.phases import noted
+from shardlib.phases import marked, noted
 from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Traced
+from shardlib.pipeline.weights import Gather, Sums, reduction
+from shardlib.spec import Spec
 from shardlib.switch import Switch
-from shardlib.types import paused, region
+from shardlib.types import Leaf, Region, paused, region
 
 
 @dataclass
@@ -26,9 +30,13 @@ class Work:
     """What a pipeline does: its schedule, its functions as graphs (`stages` by stage), how many layers each stage has.
 
     Its inputs in order: `rest` (parameters that first and last take), for each of a rank's stages `own`, for each
-    micro-batch `batch`, the key if there is one, the numbers of the micro-batches if they have one, the seeds of the
-    loss's terms if there is a backward. Its results: the totals of the terms, the metrics, and with a backward for each
-    of a rank's stages the gradients of the parameters that are trained, then those of `rest`.
+    micro-batch `batch`, `extra`, the key if there is one, the numbers of the micro-batches if they have one, the seeds
+    of the loss's terms if there is a backward. Its results: the totals of the terms, the metrics, the new extra where
+    the last function gives one, and with a backward for each of a rank's stages the gradients of the parameters that
+    are trained, then those of `rest`.
+
+    `gathers`: by stage, what `GF` and `GB` do. `sums_own`, `sums_rest`: the specs to which `R` brings gradients, in
+    `reduce` (None: it leaves them).
     """
 
     schedule: Schedule
@@ -41,9 +49,15 @@ class Work:
     rest: list[Meta]
     own: list[Meta]
     batch: list[Meta]
+    extra: list[Meta]
     key: list[Meta]
     number: list[Meta]
     seeds: list[Meta]
+    gathers: list[Gather]
+    sums_own: list[Spec | None]
+    sums_rest: list[Spec | None]
+    reduce: torch.dtype | None
+    reductions: dict[Any, tuple[str, GraphModule, list[Meta]]] = field(default_factory=dict)
 
     @property
     def backward(self) -> bool:
@@ -59,11 +73,12 @@ class Work:
     def metas(self) -> list[Meta]:
         """Of all inputs."""
         n = self.schedule.microbatches
-        return [*self.rest, *self.own * self.chunks, *self.batch * n, *self.key, *self.number * n, *self.seeds]
+        blocks, batches = self.own * self.chunks, self.batch * n
+        return [*self.rest, *blocks, *batches, *self.extra, *self.key, *self.number * n, *self.seeds]
 
     @property
     def totals(self) -> list[Meta]:
-        """Of the totals, then of the metrics."""
+        """Of the totals, the metrics and the new extra."""
         n = len(self.last.coefficients)
         return self.last.given[:n] + self.last.given[2 * n :]
 
@@ -76,15 +91,43 @@ class Work:
     def gradients(self) -> list[Meta]:
         """Of the gradients, in order."""
         own, rest = self.trained
-        return [self.gradient(self.own[i]) for _ in range(self.chunks) for i in own] + [
-            self.gradient(self.rest[i]) for i in rest
+        return [self.gradient(self.own[i], self.sums_own[i]) for _ in range(self.chunks) for i in own] + [
+            self.gradient(self.rest[i], self.sums_rest[i]) for i in rest
         ]
 
-    def gradient(self, m: Meta) -> Meta:
-        """Of the gradient of a parameter; of several micro-batches the sum, in float32 or wider."""
-        dtype = torch.promote_types(m.dtype, torch.float32) if self.schedule.microbatches > 1 else m.dtype
+    def gradient(self, m: Meta, spec: Spec | None = None) -> Meta:
+        """Of the gradient of a parameter, brought to `spec`; of several micro-batches the sum, in float32 or wider."""
+        more = torch.float32 if self.schedule.microbatches > 1 else (spec and self.reduce) or m.dtype
         assert m.kind is not None
-        return Meta(m.shape, strides(torch.empty(m.shape, device="meta")), dtype, m.device, dual(m.kind))
+        kind, shape = dual(m.kind), m.shape
+        if spec is not None:
+            assert m.leaf is not None
+            shape = cuts.padded_shape(spec, m.leaf.shape, self.mesh.shape)
+            kind = Region(self.mesh).make(V=spec.split, P=spec.pending)
+        as_is = strides(torch.empty(shape, device="meta"))
+        return Meta(shape, as_is, torch.promote_types(m.dtype, more), m.device, kind)
+
+    def summed_as(self, key: Any) -> Spec | None:
+        """The spec to which a sum of gradients is brought (of all layers, where it is that of one)."""
+        return self.sums_own[key[2]] if key[0] == "own" else self.sums_rest[key[1]]
+
+    def reduction(self, stage: int, keys: Sequence[Any]) -> tuple[str, GraphModule, list[Meta]]:
+        """The graph that brings sums of gradients to their specs: its name, the graph, what it gives."""
+        given, specs = list[Meta](), list[Spec]()
+        for key in keys:
+            own, spec = key[0] == "own", self.summed_as(key)
+            m = self.gathers[stage].used[key[2]] if own else self.rest[key[1]]
+            assert spec is not None and m.leaf is not None and m.kind is not None
+            one = int(own and len(key) == 4)  # the gradient of one layer
+            kind, whole = dual(m.kind), self.gradient(m)
+            pending = tuple(a for a, letter in zip(self.mesh.shape, kind, strict=True) if letter == "P")
+            leaf = Leaf(replace(m.leaf.spec.unstack(one), pending=pending), m.leaf.shape[one:])
+            given.append(replace(whole, shape=whole.shape[one:], stride=whole.stride[one:], leaf=leaf))
+            specs.append(spec.unstack(one))
+        memo, how = self.reductions, (tuple(given), tuple(specs))
+        if how not in memo:
+            memo[how] = f"reduce_{len(memo)}" if memo else "reduce", *reduction(given, specs, self.mesh, self.reduce)
+        return memo[how]
 
     @cached_property
     def results(self) -> list[Meta]:
@@ -119,23 +162,26 @@ class _Turn:
         self.rest = [next(given) for _ in work.rest]
         self.own = [[next(given) for _ in work.own] for _ in range(work.chunks)]
         batch = [[next(given) for _ in work.batch] for _ in range(n)]
+        self.extra = [next(given) for _ in work.extra]
+        self.state = self.extra  # as the micro-batches that the last function has had have left it
         key = [next(given) for _ in work.key]
         numbers = [[next(given) for _ in work.number] for _ in range(n)]
         self.seeds = list(given)
-        self.context = [[*b, *key, *k] for b, k in zip(batch, numbers, strict=True)]
+        self.context = [(b, [*key, *k]) for b, k in zip(batch, numbers, strict=True)]
         self.made: dict[Action, list[Tensor]] = {}  # what an action gave, until the next takes it
         self.saved: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by function and micro-batch: inputs, kept
         self.due: dict[Any, list[Tensor]] = {}  # what the second half of a backward is given
         self.handles: dict[tuple[str, int], list[Tensor]] = {}
-        self.sums: dict[Any, Tensor] = {}
-        self.fresh: set[Any] = set()
+        self.weights: dict[int, list[Tensor]] = {}  # by stage, as they were last gathered
+        self.sums, self.reduced = Sums(), Sums()
 
     def results(self) -> list[Tensor]:
         """Do the actions; what the rank gives."""
         with paused():
             for action in self.work.schedule.lists[self.index]:
                 if self.work.backward or action.kind.endswith("F"):
-                    getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+                    with marked("doing", action.words):
+                        getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             for handle in [h for hs in self.handles.values() for h in hs]:
                 wire.sent(handle)
             return [m.label(region(), x) for m, x in zip(self.work.results, self._sums(), strict=True)]
@@ -148,8 +194,9 @@ class _Turn:
             keys += [("own", chunk, i) for chunk in range(work.chunks) for i in own] + [("rest", i) for i in rest]
         out = []
         for key, m in zip(keys, work.results, strict=True):
-            x = self.sums.get(key)
-            layers = [self.sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in self.sums]
+            sums = self.sums if key[0] == "total" or self.work.summed_as(key) is None else self.reduced
+            x = sums.get(key)
+            layers = [sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in sums]
             if layers:
                 x = torch.stack(layers)
             if x is None:
@@ -158,17 +205,6 @@ class _Turn:
                 x = torch.cat([x, x.new_zeros(m.shape[0] - x.shape[0], *x.shape[1:])])
             out.append(x)
         return out
-
-    def _add(self, key: Any, x: Tensor, m: Meta | None = None) -> None:
-        """Add to a sum: the second makes a value of its own, into which further ones are written."""
-        x = x if m is None else x.to(m.dtype)
-        if key not in self.sums:
-            self.sums[key] = x.contiguous()
-        elif key in self.fresh:
-            self.sums[key].add_(x)
-        else:
-            self.sums[key] = self.sums[key] + x
-            self.fresh.add(key)
 
     # ---- compute
 
@@ -180,20 +216,29 @@ class _Turn:
             self.made[Action("F", s, k)] = y
             return
         out, n = self._run(work.last, self.rest, y, k), len(work.last.coefficients)
-        for i, total in enumerate(out[:n] + out[2 * n :]):
-            self._add(("total", i), total)
+        told = out[:n] + out[2 * n :]
+        for i, total in enumerate(told):
+            if i < len(told) - work.last.changes:
+                self.sums.add(("total", i), total)
+            else:
+                self.sums["total", i] = total
+        if work.last.changes:
+            self.state = told[-work.last.changes :]
 
     def _chunk(self, s: int) -> list[Tensor]:
-        """The parameters of a stage, without what pads them."""
+        """The parameters of a stage, without what pads them; as they were last gathered."""
+        if s in self.weights:
+            return self.weights[s]
         n = self.work.layers[s]
         return [x.narrow(0, 0, n) if n < x.shape[0] else x for x in self.own[s // self.work.schedule.ranks]]
 
     def _run(self, f: Traced, params: list[Tensor], handed: list[Tensor], k: int, s: int | None = None) -> list[Tensor]:
-        given, made = [*params, *handed, *self.context[k]], f.joint
+        (batch, more), extra = self.context[k], self.state if f is self.work.last else self.extra
+        given, made = [*params, *handed, *batch, *extra, *more], f.joint
         target = added(self.work.name(f), made.forward)
         out = call(target, given, [*f.given, *made.kept])
         if self.work.backward:
-            self.saved[id(f), s, k] = given, out[len(f.given) :]
+            self.saved[id(f), s, k] = given[len(params) :], out[len(f.given) :]
         return out[: len(f.given)]
 
     def _losses(self) -> list[Tensor]:
@@ -230,6 +275,7 @@ class _Turn:
 
     def _arguments(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None) -> list[Tensor]:
         given, kept = self.saved.pop((id(f), s, k))
+        given = [*(self.rest if s is None else self._chunk(s)), *given]
         return [*kept, *(given[i] for i in f.joint.of_inputs), *cotangents]
 
     def _pull(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None = None) -> list[Tensor]:
@@ -263,11 +309,43 @@ class _Turn:
         given = iter(gradients)
         for i, layers in zip(f.at, f.layers, strict=True):
             key: Any = ("rest", i) if s is None else ("own", s // self.work.schedule.ranks, i)
-            m = self.work.gradient(self.work.rest[i] if s is None else self.work.own[i])
-            for n in range(layers):
-                self._add((*key, n), next(given), m)
-            if not layers:
-                self._add(key, next(given), m)
+            dtype = self.work.gradient(self.work.rest[i] if s is None else self.work.own[i]).dtype
+            pieces = [next(given).to(dtype) for _ in range(max(1, layers))]
+            if layers and not (s is None and self.work.summed_as(key)):  # which may be cut there
+                for n, piece in enumerate(pieces):
+                    self.sums.add((*key, n), piece)
+            else:
+                self.sums.add(key, torch.stack(pieces) if layers else pieces[0])
+
+    # ---- weights and their gradients between the ranks of other axes
+
+    def _GF(self, s: int, k: int) -> None:
+        gather = self.work.gathers[s]
+        if gather.at:
+            self.weights.pop(s, None)
+            own = self._chunk(s)
+            name = f"{self.work.name(self.work.stages[s])}_gather"
+            out = call(added(name, gather.graph), [own[i] for i in gather.at], gather.results)
+            whole = dict(zip(gather.at, out, strict=True))
+            self.weights[s] = [whole.get(i, x) for i, x in enumerate(own)]
+
+    def _GB(self, s: int, k: int) -> None:
+        self._GF(s, k)
+
+    def _R(self, s: int, k: int) -> None:
+        """What the stage, and the functions before the first and after the last, have added up since the last time."""
+        work, chunk = self.work, s // self.work.schedule.ranks
+        ends = [f for f, at in ((work.first, 0), (work.last, self.last)) if at == s]
+        rest = {i for f in ends for i in f.at}
+        keys = [key for key in self.sums if key[:2] == ("own", chunk) or (key[0] == "rest" and key[1] in rest)]
+        keys = [key for key in keys if work.summed_as(key) is not None]
+        if not keys:
+            return
+        name, graph, results = work.reduction(s, keys)
+        out = call(added(name, graph), [self.sums.take(key) for key in keys], results)
+        for key, x in zip(keys, out, strict=True):
+            m = work.own[key[2]] if key[0] == "own" else work.rest[key[1]]
+            self.reduced.add(key, x.to(work.gradient(m, work.summed_as(key)).dtype))
 
     # ---- between ranks
 
