@@ -76,7 +76,7 @@ FORMS = {  # a kind: whether a value is of it, and how it is called
 }
 
 
-def _rows(text: str) -> Iterator[Key]:
+def keys_of(text: str) -> Iterator[Key]:
     """The keys of a part of the table."""
     for line in re.sub(r"\n +", " ", text).strip().splitlines():
         names, kind, status, how = (cell.strip() for cell in f"{line} ".split(" | ", 3))
@@ -114,4 +114,4 @@ PARTS = {
     "The model": sections.MODEL,
     "Data, tuning, and what DeepSpeed has removed": sections.DATA,
 }
-KEYS = {key.path: key for text in PARTS.values() for key in _rows(text)}
+KEYS = {key.path: key for text in PARTS.values() for key in keys_of(text)}

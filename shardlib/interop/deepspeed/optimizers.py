@@ -147,11 +147,11 @@ def schedule(settings: Settings, lr: float | None, *, cycles: bool) -> Call | No
     for name in NEEDED.get(kind, "").split():
         if f"scheduler.params.{name}" not in settings.given:
             settings.problems.append(f"`scheduler.params.{name}` is missing: {kind} needs it")
-    if kind in ("OneCycle", "LRRangeTest"):
-        made = _one_cycle(settings, cycles) if kind == "OneCycle" else _range_test(settings)
-    else:
-        made = _warmup(settings, kind, lr)
-    return made if len(settings.problems) == before else None
+    if len(settings.problems) > before:
+        return None
+    if kind == "OneCycle":
+        return _one_cycle(settings, cycles)
+    return _range_test(settings) if kind == "LRRangeTest" else _warmup(settings, kind, lr)
 
 
 def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:

@@ -48,7 +48,7 @@ def read(source: Source, auto: Mapping[str, Any], without: Sequence[str]) -> Set
     are left out. Raises `ConfigError` where the file is no JSON object or gives a key twice; the rest is in `problems`.
     """
     settings, unused, found = Settings(), set(without), _parsed(source)
-    names = {key.auto for key in KEYS.values() if key.auto}
+    names = sorted({key.auto for key in KEYS.values() if key.auto})
     for name in auto:
         if name not in names and name not in KEYS:
             settings.problems.append(f"auto: there is no `{name}`{nearest(name, names)}; there are {listing(names)}")
