@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def add(parser: ArgumentParser) -> None:
 def _pair(text: str) -> tuple[str, Any]:
     name, equals, said = text.partition("=")
     if not equals:
-        raise ValueError
+        raise ArgumentTypeError(f"write NAME=VALUE, not {text}")
     try:
         return name, json.loads(said)
     except json.JSONDecodeError:

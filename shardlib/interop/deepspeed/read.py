@@ -53,7 +53,7 @@ def read(source: Source, auto: Mapping[str, Any], without: Sequence[str]) -> Set
         if name not in names and name not in KEYS:
             settings.problems.append(f"auto: there is no `{name}`{nearest(name, names)}; there are {listing(names)}")
     if isinstance(found.get("zero_optimization"), bool):  # its old form
-        found = found | {"zero_optimization": {"stage": int(found["zero_optimization"])}}
+        found = {**found, "zero_optimization": {"stage": int(found["zero_optimization"])}}
     for path, value, key in _leaves(found, ()):
         parents = [path[: i + 1] for i in range(len(path))]
         dotted = ".".join(path)
@@ -73,7 +73,7 @@ def read(source: Source, auto: Mapping[str, Any], without: Sequence[str]) -> Set
 def _take(settings: Settings, path: str, value: Any, key: Key, auto: Mapping[str, Any]) -> None:
     """Note one key."""
     if value == AUTO:
-        name = path if path in auto else key.auto
+        name = path if path in auto else key.auto or ""
         if name in auto:
             value = auto[name]
         elif key.status == HONOURED and (key.auto is None or (key.auto and not key.optional)):
@@ -145,7 +145,7 @@ def _parsed(source: Source) -> Mapping[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as e:
-        raise ConfigError(f"{source} is no JSON: {e}") from None
+        raise ConfigError(f"{source} is no JSON: {e}; comments and trailing commas have to go") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{source} holds no JSON object, but {type(found).__name__}")
     return found
