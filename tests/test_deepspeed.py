@@ -366,6 +366,9 @@ def test_without_an_optimizer_the_caller_gives_one():
         config.step({"w": "n/dp"})
     assert config.step({"w": "n/dp"}, optimizer=sl.optim.sgd(1.0), clip=None)["clip"] is None
     assert config.optimizer is config.schedule is config.precision is None
+    scope: dict[str, Any] = {}
+    exec(explain(config), scope)
+    assert scope["train_step"](loss, sl.specs(Mlp), sl.optim.sgd(1.0)).init
 
 
 # ---- numbers

@@ -125,7 +125,7 @@ def _batch(settings: Settings, dp: int | None) -> dict[str, int]:
             dp = current_mesh().size("dp")
     if dp is None and batch and micro and accumulate:
         dp = max(1, batch // (micro * accumulate))
-    problem, known = "", batch or 0
+    problem = ""
     if batch is None and micro is None:
         problem = (
             'one of `train_batch_size` and `train_micro_batch_size_per_gpu` is needed; what is "auto" is given '
@@ -169,7 +169,7 @@ def _precision(settings: Settings) -> Call | None:
     if half:
         scale = float(settings.get("fp16.loss_scale", 0)) or call(
             "dynamic_scale",
-            2.0 ** settings.get("fp16.initial_scale_power", 16),
+            2.0 ** min(settings.get("fp16.initial_scale_power", 16), 1000),  # no scale, and yet a number
             window=int(settings.get("fp16.loss_scale_window", 1000)),
             hysteresis=int(settings.get("fp16.hysteresis", 2)),
             minimum=float(settings.get("fp16.min_loss_scale", 1)),

@@ -9,30 +9,29 @@ def explain(config: Config) -> str:
 
     It defines MESH and BATCH, and functions: `train_step(loss, specs)`, which gives the compiled step, is the last.
     """
-    (axis, size), rows = next(iter(config.mesh.items())), f"{config.accumulate} x {config.microbatch} rows"
+    rows = f"{config.accumulate} x {config.microbatch} rows"
     lines = [
         "import shardlib as sl",
         "",
-        f"MESH = {code({axis: size})}  # for sl.make_mesh(MESH)",
+        f"MESH = {code(config.mesh)}  # for sl.make_mesh(MESH)",
         f"BATCH = {config.batch}  # rows of a step: on each of {config.dp} ranks {rows}",
     ]
     lines += [f"EVERY = {config.every}  # steps from one report to the next"] if config.every else []
     for name in ("schedule", "optimizer", "precision"):
         if config.calls[name] is not None:
             lines += ["", f"{name} = {code(config.calls[name], used=len(name) + 3)}"]
-    optimizer = "" if config.calls["optimizer"] is None else "optimizer, "
     lines += ["", "", "def layout(specs):", f"    return {code(config.calls['layout'], 4, 11)}"]
     if config.calls["monitors"]:
         lines += ["", "", "def monitors():", f"    return {code(config.calls['monitors'], 4, 11)}"]
-    options = [f"{optimizer}layout=layout(specs)", f"accumulate={config.accumulate}"]
+    options = ["layout=layout(specs)", f"accumulate={config.accumulate}"]
     options += [] if config.calls["precision"] is None else ["precision=precision"]
     options += [] if config.clip is None else [f"clip={config.clip}"]
-    taken = "loss, specs" if optimizer else "loss, specs, optimizer"
+    taken = "loss, specs, optimizer" if config.calls["optimizer"] is None else "loss, specs"
     lines += [
         "",
         "",
         f"def train_step({taken}):",
-        f"    step = sl.step(loss, {'' if optimizer else 'optimizer, '}{', '.join(options)})",
+        f"    step = sl.step(loss, optimizer, {', '.join(options)})",
         "    return sl.jit(step, donate_argnums=0)",
     ]
     if config.notes:

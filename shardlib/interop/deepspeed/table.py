@@ -86,7 +86,7 @@ fp16.initial_scale_power | int>=0 | honoured | `dynamic_scale(2.0**power)`
 fp16.loss_scale_window | int>0 | honoured | `window`
 fp16.hysteresis | int>0 | honoured | `hysteresis`
 fp16.consecutive_hysteresis | bool | honoured | `consecutive`
-fp16.min_loss_scale | number>0 | honoured |
+fp16.min_loss_scale | number>=0 | honoured |
     `minimum`; a step raises after 50 skips in a row, not at the first one at the minimum
 fp16.auto_cast | bool | not needed | a batch is never cast; a loss casts what it computes with: `x.to(w.dtype)`
 fp16.fp16_master_weights_and_grads | bool | rejected unless false | masters of 16-bit leaves are float32
