@@ -16,11 +16,13 @@ compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_
 debugging         debug.print passes.check_finite
 files             save latest restore compare
 runs              preempted monitor
+other systems     interop.deepspeed: load explain
 testing           testing.check check_loss check_optimizer meshes ranks collectives
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
 
 from shardlib import debug as debug
+from shardlib import interop as interop
 from shardlib import optim as optim
 from shardlib import passes as passes
 from shardlib import random as random
@@ -45,6 +47,7 @@ from shardlib.collectives import pvary as pvary
 from shardlib.custom import custom_vjp as custom_vjp
 from shardlib.dropout import dropout as dropout
 from shardlib.dtensor import to_dtensor as to_dtensor
+from shardlib.errors import ConfigError as ConfigError
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError

@@ -38,6 +38,10 @@ class ScheduleError(ShardError, ValueError):
     """A pipeline schedule cannot run; the message names the rank, the step and the action."""
 
 
+class ConfigError(ShardError, ValueError):
+    """A config of another system cannot be honoured; the message lists all that is wrong with it."""
+
+
 class DonatedError(ShardError, RuntimeError):
     """A donated tree is used again."""
 

@@ -57,12 +57,23 @@ LAYERS = [
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
-    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
+    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
     ["pipeline.stages", "pipeline.arguments", "pipeline.weights", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
+    [  # configs of DeepSpeed
+        "interop.deepspeed.table",
+        "interop.deepspeed.sections",
+        "interop.deepspeed.keys",
+        "interop.deepspeed.read",
+        "interop.deepspeed.calls",
+        "interop.deepspeed.optimizers",
+        "interop.deepspeed.config",
+        "interop.deepspeed.explain",
+    ],
+    ["cli.config", "cli.command", "__main__"],
     [
         "testing.forks",
         "testing.server",
