@@ -572,7 +572,7 @@ def test_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
     said = on_ranks(4, run)
     assert len({tuple(s) for s in said}) == 1
     error, blocked, differ, bad = said[0]
-    assert error == "rank 2: OSError: [Errno 28] No space left on device"
+    assert error == "rank 2: OSError: [Errno 28] No space left on device\nmake room there, or keep fewer saves (keep=)"
     assert blocked.startswith("rank 0: NotADirectoryError")
     assert differ.splitlines() == [
         "save: the tree is not the same on all ranks",

@@ -22,11 +22,20 @@ LAYERS = [
     ],
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
-    ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
+    [
+        "random",
+        "saves",
+        "chunks",
+        "contents",
+        "saving",
+        "phases",
+        "contract",
+        "heap",
+    ],  # know nothing of shardlib's types
     ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
-    ["checkpoint", "monitor"],
+    ["entries", "checkpoint", "monitor"],
     ["types", "flow"],  # the four types, by data flow
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
@@ -95,7 +104,7 @@ PRIVATE = {
     "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",
-    "checkpoint": "fake tensors",
+    "entries": "fake tensors",
     "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
     "graph.nodes": "fake tensors",
