@@ -21,6 +21,7 @@ random numbers    random.key split fold_in normal uniform bernoulli ...
 """
 
 from shardlib import debug as debug
+from shardlib import interop as interop
 from shardlib import optim as optim
 from shardlib import passes as passes
 from shardlib import random as random

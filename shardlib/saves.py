@@ -48,6 +48,12 @@ def whole(root: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def torn(root: Path) -> list[Path]:
+    """What is being written in `root`, or was when its process ended."""
+    held = whole(root)
+    return [p for p in sorted(root.glob(".step-*")) if p not in held]
+
+
 @mended()
 def begin(target: Path) -> Path:
     """An empty folder to write the save `target` into; removes what torn saves left beside it."""

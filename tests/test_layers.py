@@ -35,7 +35,7 @@ LAYERS = [
     ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
-    ["entries", "checkpoint", "monitor"],
+    ["entries", "checkpoint", "interop.names", "interop.safetensors", "monitor"],
     ["types", "flow"],  # the four types, by data flow
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
@@ -66,7 +66,18 @@ LAYERS = [
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
-    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
+    [
+        "cli.hang",
+        "cli.hosts",
+        "cli.agent",
+        "cli.fleet",
+        "cli.run",
+        "cli.link",
+        "cli.doctor",
+        "cli.checkpoint",
+        "cli.command",
+        "__main__",
+    ],
     ["jit", "profile"],
     ["analysis", "accumulate"],
     ["pipeline.stages", "pipeline.arguments", "pipeline.turns", "pipeline.run"],
