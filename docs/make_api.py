@@ -17,6 +17,7 @@ Signatures, and the first line of each docstring: `help(sl.step)` has the rest, 
 `python docs/make_api.py` writes this page.
 """
 MODULES = {"optim": sl.optim, "random": sl.random, "schedules": sl.schedules, "debug": sl.debug, "testing": sl.testing}
+MODULES |= {"interop.safetensors": sl.interop.safetensors}
 
 
 def signature(name: str, x: Any) -> str:

@@ -127,7 +127,7 @@ def test_a_full_disk(disk: tuple[Path, Any], wait: bool) -> None:
         with sl.make_mesh(dp=2):
             old = sl.save(folder, tree(1.0), step=1, keep=1)
             with pytest.raises(sl.RankError) as error:
-                saved = sl.save(folder, tree(2.0, 200_000), step=2, keep=1, wait=wait)  # type: ignore[call-overload]
+                saved: Any = sl.save(folder, tree(2.0, 200_000), step=2, keep=1, wait=wait)  # type: ignore[call-overload]
                 saved.wait()
             dist.barrier()
             names = sorted(p.name for p in folder.iterdir())

@@ -115,7 +115,7 @@ def test_what_cannot_be_written_or_read(path: Path, tmp_path: Path) -> None:
     for table, said in (
         ({"params.embd": "e"}, "names: `params.embd` fits no leaf (did you mean `params.embed`?)"),
         ({"params.**": "x"}, "names: `params.**` and `x` must have the same `*` and `**`, or ours a last `*` more"),
-        ({"params.embed": "count"}, "names: `params.embed` and `count` would both be `count`"),
+        ({"params.embed": "count"}, "names: `count` and `params.embed` would both be `count`"),
         ({"params.blocks.1.*": "b"}, "the last `*` of `params.blocks.1.*` counts layers; `params.blocks.1.w` has `w`"),
     ):
         with pytest.raises(sl.TreeError, match=re.escape(said)):
