@@ -28,8 +28,10 @@ def save(
     dtype: torch.dtype | None = None,
     limit: int = 5 << 30,
 ) -> list[Path]:
-    """Write the save at `path` as `out`, a `.safetensors` file, or a folder of several with an index, as Hugging Face
-    has them: no file holds more than `limit` bytes, unless a leaf does. Returns the files. For one process.
+    """Write the save at `path` as `out`: a `.safetensors` file, or a folder for files with an index.
+
+    No file of a folder holds more than `limit` bytes, unless a leaf does; their names are Hugging Face's. Returns the
+    files. For one process.
 
     `names`: pairs of patterns, ours and theirs, as a mapping or a file (see `Names`). `only`: a glob or globs of the
     leaves to write. `dtype`: what floating-point leaves are cast to; others stay. Plain values and the step stand in
