@@ -56,9 +56,9 @@ def save(
     Leaves are arrays, plain tensors and plain values (equal on all ranks). `step`: by default `state.step`. An older
     save of the same step is replaced. `keep`: how many saves to leave, up to this step. `wait=False`: copy the state
     into the host's memory, let a thread write it, and return a `Saving`, whose `.wait()` gives the path; the state may
-    be donated at once. One save goes on at a time: the next call of `save`, `latest` or `restore` waits for it and
-    raises what it raised, and so does the end of the process. Raises `TreeError` for leaves that cannot be saved,
-    `RankError` when ranks pass different trees or one cannot write (a lone process: its error).
+    be donated at once. One save goes on at a time: the next call of `save`, `latest`, `restore` or `compare` waits for
+    it and raises what it raised, and so does the end of the process. Raises `TreeError` for leaves that cannot be
+    saved, `RankError` when ranks pass different trees or one cannot write (a lone process: its error).
     """
     saving.finish()
     mesh, root = _mesh(state), Path(dir)
@@ -181,6 +181,7 @@ def restore(
 
 def compare(path: str | os.PathLike[str], like: Any) -> list[str]:
     """What keeps `path` from being restored as `like`, one line per leaf or file. A rank may ask alone."""
+    saving.finish()
     return _mismatches(contents(Path(path)), entries(tree.paths(like), tree.leaves(like)), whole=True)
 
 

@@ -38,8 +38,9 @@ class Saving:
         try:
             self._work()
         except BaseException as e:
+            traceback.clear_frames(e.__traceback__)
             self._error: BaseException | None = e
-        del self._work  # and with it the copy of the state
+        del self._work  # the copy of the state goes
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "done"

@@ -40,7 +40,7 @@ def test_it_says_what_it_holds(path: Path) -> None:
     assert values["k"] == 3 and values["v"].tolist() == [1.0] * 7 and values["w"].shape == (7, 3)
 
 
-def test_any_flipped_byte_of_any_file_is_found(path: Path) -> None:
+def test_c41_any_flipped_byte_of_any_file_is_found(path: Path) -> None:
     """By `verify`, and where it is read by `restore`, which names the file and how to go on."""
     with sl.make_mesh(dp=1, simulate=True):
         like = tree(2.0)

@@ -96,8 +96,8 @@ def test_files_of_others(tmp_path: Path) -> None:
     assert load_file(back)["m.w"].shape == (1, 4)
 
 
-def test_several_files_with_an_index_and_another_dtype(path: Path, tmp_path: Path) -> None:
-    """C23: what is written as float32 leaves integers alone."""
+def test_c23_several_files_with_an_index_and_another_dtype(path: Path, tmp_path: Path) -> None:
+    """What is written as float32 leaves integers alone."""
     files = safe.save(path, tmp_path / "hf", dtype=torch.float32, limit=300)
     assert len(files) == 3 and files[0].name == "model-00001-of-00003.safetensors"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())

@@ -37,8 +37,8 @@ def state_of(value: float, n: int = 6) -> dict[str, sl.Array]:
     return sl.shard({"w": torch.full((n, 3), value), "v": torch.arange(n) + value}, {"w": "n/dp m", "v": "n/dp"})
 
 
-def test_what_is_donated_or_overwritten_meanwhile_is_saved_as_it_was(tmp_path: Path) -> None:
-    """C41, on two ranks and on a simulated mesh: the step writes into the donated storage before the thread begins."""
+def test_c41_what_is_donated_or_overwritten_meanwhile_is_saved_as_it_was(tmp_path: Path) -> None:
+    """On two ranks and on a simulated mesh: the step writes into the donated storage before the thread begins."""
 
     def run() -> list[Any]:
         with pytest.MonkeyPatch.context() as patch, sl.make_mesh(dp=2, simulate=not dist.is_initialized()):
