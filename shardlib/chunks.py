@@ -9,12 +9,13 @@ import json
 import math
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from shardlib.errors import TreeError, listing
 METADATA = ".metadata"
 _SUMS = ".crc32"
 _MEND = "restore an older save, or copy the file again from where it is whole"
+T = TypeVar("T")
 Exchange = Callable[[Callable[[], Any], Callable[[list[Any]], list[Any]]], Any]
 
 
@@ -268,16 +270,31 @@ def read(folder: Path, metadata: Metadata, crc: Mapping[str, int], wanted: Itera
     def place(at: MetadataIndex) -> tuple[str, int, int]:
         return _place(metadata.storage_data[at])
 
-    for file, chunks in groupby(sorted({*uses, *plain}, key=place), key=lambda at: place(at)[0]):
-        sums = _sums(folder / file, crc)
-        for at in chunks:
-            data = _chunk(folder, at.fqn, *place(at), sums)
-            values[at] = value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            if at in uses:
-                for target, part in uses[at]:
-                    target.copy_(value[part])
-                del values[at]
+    sums = {file: _sums(folder / file, crc) for file in sorted({place(at)[0] for at in (*uses, *plain)})}
+
+    def fetch(at: MetadataIndex) -> bytes:
+        return _chunk(folder, at.fqn, *place(at), sums[place(at)[0]])
+
+    for at, data in _ahead(fetch, sorted({*uses, *plain}, key=place)):
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for target, part in uses.get(at, ()):
+            target.copy_(value[part])
+        if at not in uses:
+            values[at] = value
     return [values[at] for at in plain]
+
+
+def _ahead(fetch: Callable[[T], bytes], items: Iterable[T]) -> Iterator[tuple[T, bytes]]:
+    """Each item and its bytes, which a thread reads while those before are used."""
+    with ThreadPoolExecutor(1) as reader:
+        waiting = deque[tuple[T, Future[bytes]]]()
+        for item in items:
+            waiting.append((item, reader.submit(fetch, item)))
+            if len(waiting) > 1:
+                first, found = waiting.popleft()
+                yield first, found.result()
+        for item, found in waiting:
+            yield item, found.result()
 
 
 def _chunk(folder: Path, name: str, file: str, offset: int, length: int, sums: Mapping[str, int]) -> bytes:

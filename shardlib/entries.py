@@ -155,14 +155,15 @@ def say(what: Mapping[str, Any]) -> str:
 
 
 def empty(x: Any) -> Any:
-    """New storage for what `x` describes, zero because padding is."""
+    """New storage for what `x` describes, zero where there is padding, because padding is."""
     if not isinstance(x, Array):
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+    new = torch.zeros if x.padded else torch.empty
     mesh, made, shards = x.mesh, {}, []
     for rank in range(mesh.total) if mesh.simulate else (mesh.rank,):
         at = layout.slices(x.spec, x.shape, mesh.shape, mesh.coordinates(rank))
         key = tuple((s.start, s.stop) for s in at)
         if key not in made:
-            made[key] = torch.zeros(layout.padded_shape(x.spec, x.shape, mesh.shape), dtype=x.dtype, device=x.device)
+            made[key] = new(layout.padded_shape(x.spec, x.shape, mesh.shape), dtype=x.dtype, device=x.device)
         shards.append(made[key])
     return Array(shards, x.spec, x.shape, mesh)
