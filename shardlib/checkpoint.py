@@ -79,14 +79,14 @@ def save(
     target = saves.folder(root, number)
     pieces = (p for leaf in leaves for p in leaf.pieces(leaf.names))
     info = _described(number, mesh, leaves)
+    aside = ranks.first(lambda: saves.begin(target))
     if wait:
-        _write(ranks, ranks.first(lambda: saves.begin(target)), target, pieces, info, keep)
+        _write(ranks, aside, target, pieces, info, keep)
         return target
     from shardlib import chunks
 
     copied: list[Piece] = []
-    begin = lambda given: [saves.begin(target)] * len(given)  # noqa: E731
-    aside = ranks.exchange(lambda: copied.extend(chunks.snapshot(pieces)), begin)
+    ranks.all(lambda: copied.extend(chunks.snapshot(pieces)))
     return saving.begin(target, partial(_write, Processes(mesh, apart=True), aside, target, copied, info, keep))
 
 
@@ -123,9 +123,10 @@ def _write(
     except BaseException as e:
         if ranks.rank == 0:
             saves.discard(aside)
+        free = ""
         with suppress(OSError):
-            e.add_note(f"({shutil.disk_usage(target.parent).free >> 20} MB are free there)")
-        e.add_note(f"while {target} was saved; older saves are as they were")
+            free = f" ({shutil.disk_usage(target.parent).free >> 20} MB are free there)"
+        e.add_note(f"while {target} was saved{free}; older saves are as they were")
         raise
 
 
