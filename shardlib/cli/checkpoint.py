@@ -134,7 +134,7 @@ def _verify(args: Namespace) -> int:
 
 def _convert(args: Namespace) -> int:
     source = args.source
-    if source.suffix == ".safetensors" or (source.is_dir() and any(source.glob("*.safetensors"))):
+    if source.suffix == ".safetensors" or (not _holds(source) and any(source.glob("*.safetensors"))):
         if args.only or args.dtype:
             raise TreeError("--only and --dtype choose what is written as safetensors; restore takes only= instead")
         print(safetensors.load(source, args.target, args.names, step=args.step))
@@ -152,10 +152,14 @@ def _saves(path: Path) -> list[Path]:
     """The save at `path`, or all of a folder."""
     if not path.is_dir():
         raise TreeError(f"{path} is no folder")
-    found = [path] if (path / saves.MARK).exists() else saves.whole(path)
+    found = _holds(path)
     if not found and not saves.torn(path):
         raise TreeError(f"{path} holds no saves")
     return found
+
+
+def _holds(path: Path) -> list[Path]:
+    return [path] if (path / saves.MARK).exists() else saves.whole(path)
 
 
 def _save(path: Path) -> Path:
