@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -205,6 +205,7 @@ def _step(state: Any) -> int:
     return int(state.step)
 
 
+@cache
 def _version() -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("shardlib")

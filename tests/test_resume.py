@@ -241,8 +241,13 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "two"
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("how", [error, killed])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "wait"),
+    [(killed, True), (error, False), pytest.param(killed, False, marks=SLOW), pytest.param(error, True, marks=SLOW)],
+)
 def test_a_fault_at_every_write_sync_and_rename(two: Path, how: Callable[[], None], wait: bool) -> None:
     """The save of step 3 fails, which removes that of step 1."""
     with sl.make_mesh(dp=2, simulate=True):
@@ -273,7 +278,7 @@ def faulted(fault: Fault, folder: Path, wait: bool) -> bool:
     return fault.count >= fault.at
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=SLOW)])
 def test_a_fault_on_one_of_two_ranks(two: Path, bad: int) -> None:
     def run() -> tuple[int, int]:
         errors = 0
@@ -334,7 +339,7 @@ with sl.make_mesh(dp=-1, timeout=20), sl.monitor(folder, to="jsonl") as log:
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_kill_9_of_a_random_rank_at_ten_random_moments(tmp_path: Path) -> None:
     kills, steps, draw = 10, 120, random.Random(0)
     script = tmp_path / "train.py"
