@@ -241,7 +241,7 @@ def verify(folder: Path, metadata: Metadata, crc: Mapping[str, int]) -> list[str
     lines = []
     for at, info in sorted(metadata.storage_data.items(), key=lambda item: _place(item[1])):
         try:
-            _chunk(folder, at.fqn, *_place(info), _sums(folder / _place(info)[0], crc))
+            _check(folder, at.fqn, *_place(info), _sums(folder / _place(info)[0], crc))
         except TreeError as e:
             lines.append(str(e))
     return lines
@@ -272,11 +272,13 @@ def read(folder: Path, metadata: Metadata, crc: Mapping[str, int], wanted: Itera
 
     sums = {file: _sums(folder / file, crc) for file in sorted({place(at)[0] for at in (*uses, *plain)})}
 
-    def fetch(at: MetadataIndex) -> bytes:
-        return _chunk(folder, at.fqn, *place(at), sums[place(at)[0]])
+    def check(at: MetadataIndex) -> None:
+        _check(folder, at.fqn, *place(at), sums[place(at)[0]])
 
-    for at, data in _ahead(fetch, sorted({*uses, *plain}, key=place)):
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    for at in _ahead(check, sorted({*uses, *plain}, key=place)):
+        file, offset, length = place(at)
+        with (folder / file).open("rb", buffering=0) as opened:
+            value = torch.load(_View(opened, offset, length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         for target, part in uses.get(at, ()):
             target.copy_(value[part])
         if at not in uses:
@@ -284,28 +286,57 @@ def read(folder: Path, metadata: Metadata, crc: Mapping[str, int], wanted: Itera
     return [values[at] for at in plain]
 
 
-def _ahead(fetch: Callable[[T], bytes], items: Iterable[T]) -> Iterator[tuple[T, bytes]]:
-    """Each item and its bytes, which a thread reads while those before are used."""
-    with ThreadPoolExecutor(1) as reader:
-        waiting = deque[tuple[T, Future[bytes]]]()
+class _View(io.RawIOBase):
+    """The bytes of a chunk, as a file of their own."""
+
+    def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.at)
+        got = self.file.readinto(memoryview(buffer).cast("B")[: max(0, self.length - self.at)]) or 0
+        self.at += got
+        return got
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _ahead(check: Callable[[T], None], items: Iterable[T]) -> Iterator[T]:
+    """Each item once it is checked, which a thread does for the next while one is used."""
+    with ThreadPoolExecutor(1) as checker:
+        waiting = deque[tuple[T, Future[None]]]()
         for item in items:
-            waiting.append((item, reader.submit(fetch, item)))
+            waiting.append((item, checker.submit(check, item)))
             if len(waiting) > 1:
-                first, found = waiting.popleft()
-                yield first, found.result()
-        for item, found in waiting:
-            yield item, found.result()
+                first, checked = waiting.popleft()
+                checked.result()
+                yield first
+        for item, checked in waiting:
+            checked.result()
+            yield item
 
 
-def _chunk(folder: Path, name: str, file: str, offset: int, length: int, sums: Mapping[str, int]) -> bytes:
-    """The bytes of a chunk of the leaf `name`, as they were written."""
+def _check(folder: Path, name: str, file: str, offset: int, length: int, sums: Mapping[str, int]) -> None:
+    """Raise where a chunk of the leaf `name` is not as it was written."""
+    crc, left = 0, length
     with (folder / file).open("rb", buffering=0) as opened:
         opened.seek(offset)
-        data = opened.read(length)
-    if zlib.crc32(data) != sums.get(str(offset)):
+        while left and (block := opened.read(min(left, 1 << 20))):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+    if crc != sums.get(str(offset)):
         where = f"the checksum of the {length} bytes from byte {offset}"
         raise TreeError(f"`{name}`: {folder / file} is damaged: {where} is not the one that was written; {_MEND}")
-    return data
 
 
 def _sums(path: Path, crc: Mapping[str, int]) -> dict[str, int]:
