@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -169,7 +170,8 @@ def restore(
 
     def check() -> tuple[Contents, list[str]]:
         found = contents(folder)
-        return found, _mismatches(found, leaves, whole=only is None)
+        problems = _mismatches(found, leaves, whole=only is None)
+        return replace(found), problems  # without the index, which may be long
 
     found, problems = ranks.first(check)
     if problems:
@@ -237,8 +239,7 @@ def _fill(found: Contents, leaves: Sequence[Entry]) -> None:
         leaf.value = leaf.first.value if leaf.first else empty(leaf.value)
     pieces = (p for leaf in leaves for p in leaf.pieces([found.tied.get(name, name) for name in leaf.saved]))
     try:
-        index = chunks.index(found.folder, found.crc)
-        values = iter(chunks.read(found.folder, index, found.crc, pieces))
+        values = iter(chunks.read(found.folder, found.index, found.crc, pieces))
     finally:
         if contents(found.folder).crc != found.crc:
             raise TreeError(f"{found.folder} was replaced while it was read: restore it again")

@@ -238,10 +238,12 @@ def damaged(folder: Path, metadata: Metadata, crc: Mapping[str, int], names: Set
 
 def verify(folder: Path, metadata: Metadata, crc: Mapping[str, int]) -> list[str]:
     """One line for every chunk that is not as it was written. Reads all."""
-    lines = []
+    lines, sums = [], dict[str, dict[str, int]]()
     for at, info in sorted(metadata.storage_data.items(), key=lambda item: _place(item[1])):
+        file, offset, length = _place(info)
         try:
-            _check(folder, at.fqn, *_place(info), _sums(folder / _place(info)[0], crc))
+            sums[file] = sums.get(file) or _sums(folder / file, crc)
+            _check(folder, at.fqn, file, offset, length, sums[file])
         except TreeError as e:
             lines.append(str(e))
     return lines

@@ -32,18 +32,24 @@ class Contents:
         """Bytes of all files."""
         return sum(p.stat().st_size for p in self.folder.iterdir())
 
+    @cached_property
+    def index(self) -> Any:
+        """Which leaf is where in the files. Raises `TreeError` where it is missing or damaged."""
+        from shardlib import chunks
+
+        return chunks.index(self.folder, self.crc)
+
     def values(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """The whole values of these leaves, one at a time, each checked. Raises `TreeError` where one is damaged."""
         from shardlib import chunks
 
-        metadata = chunks.index(self.folder, self.crc)
         for name in names:
             what, own = self.leaves[name], self.tied.get(name, name)
             if "type" in what:
-                yield name, *chunks.read(self.folder, metadata, self.crc, [chunks.Piece(own, None)])
+                yield name, *chunks.read(self.folder, self.index, self.crc, [chunks.Piece(own, None)])
             else:
                 x = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]))
-                chunks.read(self.folder, metadata, self.crc, [chunks.Piece(own, x, (0,) * x.dim(), tuple(x.shape))])
+                chunks.read(self.folder, self.index, self.crc, [chunks.Piece(own, x, (0,) * x.dim(), tuple(x.shape))])
                 yield name, x
 
     def damaged(self, names: Iterable[str]) -> list[str]:
@@ -52,7 +58,7 @@ class Contents:
         from shardlib import chunks
 
         try:
-            return chunks.damaged(self.folder, chunks.index(self.folder, self.crc), self.crc, {*names})
+            return chunks.damaged(self.folder, self.index, self.crc, {*names})
         except TreeError as e:
             return [str(e)]
 
@@ -63,7 +69,7 @@ class Contents:
         own = {self.tied.get(name, name) for name in self.leaves}
         if lines := self.damaged(own):
             return lines
-        return chunks.verify(self.folder, chunks.index(self.folder, self.crc), self.crc)
+        return chunks.verify(self.folder, self.index, self.crc)
 
 
 def contents(path: Path) -> Contents:
