@@ -23,6 +23,7 @@ MODULES = {
     "debug": sl.debug,
     "testing": sl.testing,
     "interop.deepspeed": sl.interop.deepspeed,
+    "interop.safetensors": sl.interop.safetensors,
 }
 
 

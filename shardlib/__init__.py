@@ -14,7 +14,7 @@ train step        step evaluate State Mean Aux Layout zero split place global_no
 pipelines         pipeline Schedule; schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
-files             save latest restore compare
+files             save Saving latest restore compare
 runs              preempted monitor
 other systems     interop.deepspeed: load explain
 testing           testing.check check_loss check_optimizer meshes ranks collectives
@@ -84,6 +84,7 @@ from shardlib.precision import precision as precision
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
 from shardlib.remat import remat as remat
+from shardlib.saving import Saving as Saving
 from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show

@@ -9,24 +9,30 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
-from itertools import groupby
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from shardlib import saves
 from shardlib.errors import TreeError, listing
 
 METADATA = ".metadata"
+_SUMS = ".crc32"
+_MEND = "restore an older save, or copy the file again from where it is whole"
+T = TypeVar("T")
 Exchange = Callable[[Callable[[], Any], Callable[[list[Any]], list[Any]]], Any]
 
 
@@ -51,6 +57,16 @@ def write_item(name: str, shape: Sequence[int], at: Sequence[int], x: Tensor) ->
     return WriteItem(MetadataIndex(name, torch.Size(at)), WriteItemType.SHARD, tensor_data=data)
 
 
+def snapshot(pieces: Iterable[Piece]) -> list[Piece]:
+    """Copies in the host's memory, which what happens to the tensors later does not change."""
+    copied = []
+    for p in pieces:
+        if isinstance(p.data, Tensor):
+            p = replace(p, data=p.data.to("cpu", copy=True, memory_format=torch.contiguous_format))
+        copied.append(p)
+    return copied
+
+
 class _Planner(DefaultSavePlanner):
     """Plans the pieces of this process; a chunk that several hold is written by the one with the least to write."""
 
@@ -73,17 +89,73 @@ class _Planner(DefaultSavePlanner):
         return self.held[index]
 
 
+class _Summed:
+    """A file that is being written, and the checksum of each chunk. torch's writer asks at both ends of one where it
+    is. Errors name the file."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.sums, self.start, self.crc = file, dict[int, int](), 0, 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._named(lambda: self.file.write(data))
+
+    def tell(self) -> int:
+        at = self.file.tell()
+        if at > self.start:
+            self.sums[self.start], self.start, self.crc = self.crc, at, 0
+        return at
+
+    def flush(self) -> None:
+        self._named(self.file.flush)
+
+    def close(self) -> None:
+        self._named(self.file.close)
+
+    def fileno(self) -> int:
+        self.flush()
+        return self.file.fileno()
+
+    def _named(self, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except OSError as e:
+            self.error = self.error or type(e)(e.errno, e.strerror, self.file.name)
+            raise self.error from None
+
+
+class _Files(FileSystem):
+    """Files whose checksums are noted. `error`: what one of them raised, which torch tells in words of its own."""
+
+    def __init__(self) -> None:
+        self.streams: list[_Summed] = []
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            self.streams.append(_Summed(file))
+            yield self.streams[-1]
+
+    @property
+    def error(self) -> OSError | None:
+        return next((s.error for s in self.streams if s.error), None)
+
+
 class _Writer(FileSystemWriter):
     """Writes a checksum of every chunk beside each file."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs: Any = _Files()
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        done = super().write_data(plan, planner)
-        sums: dict[str, dict[int, int]] = {}
-        for result in done.wait():
-            file, offset, length = _place(result.storage_data)
-            sums.setdefault(file, {})[offset] = zlib.crc32(_bytes(Path(self.path) / file, offset, length))
-        for file, found in sums.items():
-            _sums_of(Path(self.path) / file).write_text(json.dumps(found))
+        try:
+            done = super().write_data(plan, planner)
+        except Exception as e:
+            raise self.fs.error or e from None
+        for stream in self.fs.streams:
+            saves.write(_sums_of(Path(stream.file.name)), json.dumps(stream.sums))
         return done
 
 
@@ -107,26 +179,43 @@ def write(folder: Path, pieces: Iterable[Piece], exchange: Exchange) -> None:
 
     plan = exchange(local, whole)
 
+    @saves.mended()
     def finish(results: list[list[WriteResult]]) -> list[None]:
         writer.finish(indexed[0], results)
         return [None] * len(results)
 
-    exchange(lambda: writer.write_data(planner.finish_plan(plan), planner).wait(), finish)
+    @saves.mended()
+    def written() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+    exchange(written, finish)
 
 
-def index(folder: Path, crc: int) -> Metadata:
-    """What the checkpoint in `folder` holds and where, `crc` being the checksum of its `.metadata`."""
+def sums(folder: Path) -> dict[str, int]:
+    """The checksums of the small files: the index, and the lists of checksums of the chunks of the others."""
+    small = [folder / METADATA, *sorted(folder.glob("*" + _SUMS))]
+    return {p.name: zlib.crc32(p.read_bytes()) for p in small}
+
+
+def index(folder: Path, crc: Mapping[str, int]) -> Metadata:
+    """What the checkpoint in `folder` holds and where; `crc` is what `sums` said of it."""
+    return pickle.loads(_checked(folder / METADATA, crc))
+
+
+def _checked(path: Path, crc: Mapping[str, int]) -> bytes:
+    """A small file as it was written."""
     try:
-        data = (folder / METADATA).read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
-        raise TreeError(f"{folder / METADATA} is missing, which says where every leaf is") from None
-    if zlib.crc32(data) != crc:
-        raise TreeError(f"{folder / METADATA} is damaged: its checksum is not the one that was written")
-    return pickle.loads(data)
+        raise TreeError(f"{path} is missing; {_MEND}") from None
+    if zlib.crc32(data) != crc.get(path.name):
+        raise TreeError(f"{path} is damaged: its checksum is not the one that was written; {_MEND}")
+    return data
 
 
-def damaged(folder: Path, metadata: Metadata, names: Set[str]) -> list[str]:
-    """One line for every file that is missing or cut short, with those of the leaves `names` that it holds."""
+def damaged(folder: Path, metadata: Metadata, crc: Mapping[str, int], names: Set[str]) -> list[str]:
+    """One line for every file that is missing or cut short, with those of the leaves `names` that it holds, and for
+    every list of checksums that is damaged."""
     ends: dict[str, int] = {}
     holds: dict[str, dict[str, None]] = {}
     for at, info in metadata.storage_data.items():
@@ -137,14 +226,30 @@ def damaged(folder: Path, metadata: Metadata, names: Set[str]) -> list[str]:
     lines = []
     for file, end in sorted(ends.items()):
         path = folder / file
-        for need, size in ((path, end), (_sums_of(path), 1)):
-            if not need.exists() or need.stat().st_size < size:
-                state = "is cut short" if need.exists() else "is missing"
-                lines.append(f"{need.name} {state}; it is needed for {listing(holds[file])}")
+        if not path.exists() or path.stat().st_size < end:
+            state = "is cut short" if path.exists() else "is missing"
+            lines.append(f"{file} {state}; it is needed for {listing(holds[file])}")
+        try:
+            _checked(_sums_of(path), crc)
+        except TreeError as e:
+            lines.append(str(e))
     return lines
 
 
-def read(folder: Path, metadata: Metadata, wanted: Iterable[Piece]) -> list[Any]:
+def verify(folder: Path, metadata: Metadata, crc: Mapping[str, int]) -> list[str]:
+    """One line for every chunk that is not as it was written. Reads all."""
+    lines, sums = [], dict[str, dict[str, int]]()
+    for at, info in sorted(metadata.storage_data.items(), key=lambda item: _place(item[1])):
+        file, offset, length = _place(info)
+        try:
+            sums[file] = sums.get(file) or _sums(folder / file, crc)
+            _check(folder, at.fqn, file, offset, length, sums[file])
+        except TreeError as e:
+            lines.append(str(e))
+    return lines
+
+
+def read(folder: Path, metadata: Metadata, crc: Mapping[str, int], wanted: Iterable[Piece]) -> list[Any]:
     """Fill the tensors of the pieces `wanted` with what the files hold there; gives the values of those that are plain.
 
     Each chunk is read once, whatever the number of pieces it serves, and its checksum compared.
@@ -167,28 +272,78 @@ def read(folder: Path, metadata: Metadata, wanted: Iterable[Piece]) -> list[Any]
     def place(at: MetadataIndex) -> tuple[str, int, int]:
         return _place(metadata.storage_data[at])
 
-    for file, chunks in groupby(sorted({*uses, *plain}, key=place), key=lambda at: place(at)[0]):
-        sums = _sums(folder / file)
-        for at in chunks:
-            _, offset, length = place(at)
-            data = _bytes(folder / file, offset, length)
-            if zlib.crc32(data) != sums.get(str(offset)):
-                raise TreeError(f"`{at.fqn}`: {folder / file} is damaged: the checksum of the {length} bytes from byte "
-                                f"{offset} is not the one that was written")  # fmt: skip
-            values[at] = value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            if at in uses:
-                for target, part in uses[at]:
-                    target.copy_(value[part])
-                del values[at]
+    sums = {file: _sums(folder / file, crc) for file in sorted({place(at)[0] for at in (*uses, *plain)})}
+
+    def check(at: MetadataIndex) -> None:
+        _check(folder, at.fqn, *place(at), sums[place(at)[0]])
+
+    for at in _ahead(check, sorted({*uses, *plain}, key=place)):
+        file, offset, length = place(at)
+        with (folder / file).open("rb", buffering=0) as opened:
+            value = torch.load(_View(opened, offset, length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        for target, part in uses.get(at, ()):
+            target.copy_(value[part])
+        if at not in uses:
+            values[at] = value
     return [values[at] for at in plain]
 
 
-def _sums(path: Path) -> dict[str, int]:
-    """The checksums of a file's pieces, by offset."""
-    try:
-        return dict(json.loads(_sums_of(path).read_text()))
-    except (ValueError, TypeError) as e:
-        raise TreeError(f"{_sums_of(path)} is damaged: {e}") from None
+class _View(io.RawIOBase):
+    """The bytes of a chunk, as a file of their own."""
+
+    def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.at)
+        got = self.file.readinto(memoryview(buffer).cast("B")[: max(0, self.length - self.at)]) or 0
+        self.at += got
+        return got
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _ahead(check: Callable[[T], None], items: Iterable[T]) -> Iterator[T]:
+    """Each item once it is checked, which a thread does for the next while one is used."""
+    with ThreadPoolExecutor(1) as checker:
+        waiting = deque[tuple[T, Future[None]]]()
+        for item in items:
+            waiting.append((item, checker.submit(check, item)))
+            if len(waiting) > 1:
+                first, checked = waiting.popleft()
+                checked.result()
+                yield first
+        for item, checked in waiting:
+            checked.result()
+            yield item
+
+
+def _check(folder: Path, name: str, file: str, offset: int, length: int, sums: Mapping[str, int]) -> None:
+    """Raise where a chunk of the leaf `name` is not as it was written."""
+    crc, left = 0, length
+    with (folder / file).open("rb", buffering=0) as opened:
+        opened.seek(offset)
+        while left and (block := opened.read(min(left, 1 << 20))):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+    if crc != sums.get(str(offset)):
+        where = f"the checksum of the {length} bytes from byte {offset}"
+        raise TreeError(f"`{name}`: {folder / file} is damaged: {where} is not the one that was written; {_MEND}")
+
+
+def _sums(path: Path, crc: Mapping[str, int]) -> dict[str, int]:
+    """The checksums of a file's chunks, by offset."""
+    return json.loads(_checked(_sums_of(path), crc))
 
 
 def _slices(start: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
@@ -199,11 +354,5 @@ def _place(info: Any) -> tuple[str, int, int]:
     return info.relative_path, info.offset, info.length
 
 
-def _bytes(path: Path, offset: int, length: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        return file.read(length)
-
-
 def _sums_of(path: Path) -> Path:
-    return path.with_name(path.name + ".crc32")
+    return path.with_name(path.name + _SUMS)

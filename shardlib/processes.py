@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,11 +19,13 @@ class Processes:
     """The processes of a mesh; this one alone where there is no mesh, or a simulated one.
 
     Every method is called by all of them. Objects are pickled and meet on the first process, so keep them small.
+    `apart`: they meet in a group of their own, so that a thread may act beside what the run sends. All make it.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, mesh: Mesh | None, apart: bool = False) -> None:
         self.count = mesh.total if mesh and not mesh.simulate else 1
         self.rank = mesh.rank if mesh and self.count > 1 else 0
+        self.group = _apart(dist.group.WORLD, mesh.timeout) if mesh and apart and self.count > 1 else None
 
     def exchange(self, f: Callable[[], Any], g: Callable[[list[Any]], list[Any]]) -> Any:
         """`f()` on every process, `g` of the results on the first; each process gets its item of what `g` returns.
@@ -38,16 +42,16 @@ class Processes:
         mine = _attempt(f, self.rank)
         if self.rank == 0:
             given: list[Any] = [None] * self.count
-            dist.gather_object(mine, given)
+            dist.gather_object(mine, given, group=self.group)
             answers: list[Any] = [e for _, e in given if e][:1] * self.count
             if not answers:
                 items, error = _attempt(lambda: g([x for x, _ in given]), 0)
                 answers = [error] * self.count if items is None else [(x,) for x in items]
         else:
-            dist.gather_object(mine)
+            dist.gather_object(mine, group=self.group)
             answers = []
         got: list[Any] = [None]
-        dist.scatter_object_list(got, answers or None)
+        dist.scatter_object_list(got, answers or None, group=self.group)
         if len(got[0]) == 2:
             kind, message = got[0]
             raise kind(message)
@@ -80,10 +84,15 @@ class Processes:
         return kept[0][0]
 
 
+@lru_cache(maxsize=1)
+def _apart(world: object, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    return dist.new_group(timeout=timeout, backend="gloo")  # type: ignore[return-value]
+
+
 def _attempt(f: Callable[[], T], rank: int) -> tuple[T | None, tuple[type[ShardError], str] | None]:
     """`f()`, or what it raised in a form that can be sent."""
     try:
         return f(), None
     except Exception as e:
         kind, name = (type(e), "") if isinstance(e, ShardError) else (RankError, f"{type(e).__name__}: ")
-        return None, (kind, f"rank {rank}: {name}{e}")
+        return None, (kind, "\n".join([f"rank {rank}: {name}{e}", *getattr(e, "__notes__", ())]))

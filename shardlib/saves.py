@@ -7,14 +7,31 @@
 One process at a time writes here; any number may read.
 """
 
+import errno
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK = "shardlib.json"  # written last
+_ROOM = "make room there, or keep fewer saves (keep=)"
+_ALLOW = "let this user write there, or save into another folder"
+_MEND = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EROFS: _ALLOW, errno.EACCES: _ALLOW, errno.EPERM: _ALLOW}
 _NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.old-\w+")
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Errors of the disk say in a note how to mend them."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in _MEND:
+            e.add_note(_MEND[e.errno])
+        raise
 
 
 def folder(root: Path, step: int) -> Path:
@@ -31,6 +48,13 @@ def whole(root: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def torn(root: Path) -> list[Path]:
+    """What is being written in `root`, or was when its process ended."""
+    held = whole(root)
+    return [p for p in sorted(root.glob(".step-*")) if p not in held]
+
+
+@mended()
 def begin(target: Path) -> Path:
     """An empty folder to write the save `target` into; removes what torn saves left beside it."""
     tidy(target.parent)
@@ -39,11 +63,17 @@ def begin(target: Path) -> Path:
     return aside
 
 
+def write(path: Path, text: str) -> None:
+    """A small file, on the disk when this returns."""
+    path.write_text(text)
+    _sync(path)
+
+
+@mended()
 def publish(aside: Path, target: Path, text: str) -> None:
     """Mark a finished save with `text` and make it appear as `target`, at once; an older one of that name goes."""
-    (aside / MARK).write_text(text)
-    for p in (*aside.iterdir(), aside):
-        _sync(p)
+    write(aside / MARK, text)
+    _sync(aside)
     if target.exists():
         target.rename(_beside(target, "old"))
     aside.rename(target)

@@ -94,7 +94,7 @@ SPECS = [("n/dp", "n/dp k"), ("n/dp", "n k/dp"), ("n", "n k")]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("specs", SPECS)
-def test_four_ranks_restore_on_any_simulated_mesh(four: Path, size: int, specs: tuple[str, str]) -> None:
+def test_c39_four_ranks_restore_on_any_simulated_mesh(four: Path, size: int, specs: tuple[str, str]) -> None:
     with simulated(dp=size):
         like = {"state": cut(zeros(moments()), *specs), "epoch": 0, "name": "", "best": 0.0, "no": None}
         got = sl.restore(four, like)
@@ -170,7 +170,7 @@ def test_views_of_the_user(tmp_path: Path) -> None:
     assert got["t"].shape == (4, 6) and got["plain"].any()
 
 
-def test_moments_follow_paths_not_insertion_order(tmp_path: Path) -> None:
+def test_c34_moments_follow_paths_not_insertion_order(tmp_path: Path) -> None:
     a, b = torch.arange(6.0), torch.arange(6.0) + 10
 
     def run() -> bool:
@@ -271,7 +271,7 @@ def test_several_stacked_dimensions(tmp_path: Path) -> None:
 # ---- what does not fit
 
 
-def test_all_that_does_not_fit_is_listed_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c40_all_that_does_not_fit_is_listed_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(dp=2):
         saved = {"w": torch.ones(4, 3), "old": torch.ones(2), "scale": torch.ones(3), "n": 1, "x": 1.5}
         saved["same"] = torch.ones(1)
@@ -299,7 +299,7 @@ def test_all_that_does_not_fit_is_listed_before_reading(tmp_path: Path, monkeypa
         ]
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_c40_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with simulated(dp=2):
         state = sl.shard({"a": torch.arange(6.0), "b": torch.arange(4)}, "n/dp")
         path = sl.save(tmp_path, state, step=1)
@@ -544,7 +544,7 @@ def test_keep_and_replace(tmp_path: Path) -> None:
         assert save(123456789, 1, keep=1) == ["step-123456789"]
 
 
-def test_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
+def test_c42_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
     write = FileSystemWriter.write_data
 
     def full(self: Any, plan: Any, planner: Any) -> Any:
@@ -572,7 +572,7 @@ def test_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
     said = on_ranks(4, run)
     assert len({tuple(s) for s in said}) == 1
     error, blocked, differ, bad = said[0]
-    assert error == "rank 2: OSError: [Errno 28] No space left on device"
+    assert error == "rank 2: OSError: [Errno 28] No space left on device\nmake room there, or keep fewer saves (keep=)"
     assert blocked.startswith("rank 0: NotADirectoryError")
     assert differ.splitlines() == [
         "save: the tree is not the same on all ranks",
@@ -584,7 +584,7 @@ def test_an_error_on_one_rank_reaches_all(tmp_path: Path) -> None:
     assert not [p for d in ("full", "differ", "bad") for p in (tmp_path / d).glob("*")]
 
 
-def test_a_missing_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_c40_a_missing_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def run() -> Any:
         with sl.make_mesh(dp=2):
             state = sl.shard({"a": torch.arange(8.0)}, "n/dp")

@@ -22,11 +22,12 @@ LAYERS = [
     ],
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
-    ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
+    ["random", "phases", "contract", "heap"],  # know nothing of shardlib's types
+    ["saves", "chunks", "contents", "saving"],  # files of saves
     ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array", "dtensor"],  # leaves at rest
-    ["checkpoint", "monitor"],
+    ["entries", "checkpoint", "interop.names", "interop.safetensors", "monitor"],
     ["types", "flow"],  # the four types, by data flow
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
@@ -57,7 +58,16 @@ LAYERS = [
     ["graph.timeline", "graph.text"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
-    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor"],
+    [
+        "cli.hang",
+        "cli.hosts",
+        "cli.agent",
+        "cli.fleet",
+        "cli.run",
+        "cli.link",
+        "cli.doctor",
+        "cli.checkpoint",
+    ],
     ["jit", "profile"],
     ["analysis", "accumulate"],
     ["pipeline.stages", "pipeline.arguments", "pipeline.weights", "pipeline.turns", "pipeline.run"],
@@ -107,7 +117,7 @@ PRIVATE = {
     "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",
-    "checkpoint": "fake tensors",
+    "entries": "fake tensors",
     "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
     "graph.nodes": "fake tensors",

@@ -1,13 +1,14 @@
-"""The command `shardlib`: `run`, `doctor`, `hang`, `config`."""
+"""The command `shardlib`: `run`, `doctor`, `checkpoint`, `config`, `hang`."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from shardlib.cli import config, doctor, hang, run
+from shardlib.cli import checkpoint, config, doctor, hang, run
 
 COMMANDS = {
     "run": (run, "start the ranks of a run, here or on the hosts of a hostfile"),
     "doctor": (doctor, "check this machine, or the hosts of a hostfile, and say what to mend"),
+    "checkpoint": (checkpoint, "what saves hold, how they differ, whether they are whole; to and from safetensors"),
     "config": (config, "a DeepSpeed config as code of this library"),
     "hang": (hang, "which rank of a hung run did not reach which collective"),
 }
