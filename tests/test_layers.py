@@ -59,6 +59,7 @@ LAYERS = [
         "testing.functions",
         "testing.steps",
         "testing.optimizers",
+        "testing.storages",
     ],
 ]
 ORDER = [name for layer in LAYERS for name in layer]

@@ -263,9 +263,25 @@ def arranged(node: Node) -> list[Node]:
 
 
 def at_rest(node: Node) -> list[Node] | None:
-    """The nodes that arrange one input of the graph into this value, in order; None where it is computed."""
+    """The nodes that arrange one input of the graph, or a slice of one, into this value, in order; None where it is
+    computed."""
     chain: list[Node] = []
-    while node.op == "call_function" and node.target in ARRANGE and len(node.all_input_nodes) == 1:
+    while len(node.all_input_nodes) == 1 and (node.target in ARRANGE or _slices(node)):
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1] if node.op == "placeholder" else None
+
+
+def _slices(node: Node) -> bool:
+    return (arg(node) if node.target is operator.getitem else node).target is torch.ops.aten.unbind.int
+
+
+def spread(node: Node, through: Set[Any]) -> tuple[list[Node], list[Node]]:
+    """A value and what ops of a kind make of it, in order; and what else uses any of that."""
+    family, uses = [node], list[Node]()
+    for n in family:
+        for u in n.users:
+            mine = u.target in through
+            if u not in (family if mine else uses):
+                (family if mine else uses).append(u)
+    return family, uses

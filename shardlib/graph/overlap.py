@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, arg, at_rest, positions, written
+from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, arg, at_rest, inputs, positions, spread, written
 
 aten = torch.ops.aten
+_REDUCE = ("psum", "psum_scatter")
 _THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
 
 
@@ -22,7 +23,9 @@ def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
         z = g(w)                                  y = f(v)
                                                   w = b_.wait(); z = g(w)
 
-    Gathers of parameters are issued `ahead` gathers before their use, so that no more of them are whole at a time. What
+    Gathers of parameters are issued `ahead` gathers before their use, and not while more than `ahead` others are whole
+    that are done with before that use: so no more of them are whole at a time than are needed and `ahead`. What is
+    reduced is waited for before the next but `ahead` begins, since it is kept until then. What
     follows the backward pass runs in the order in which reductions come in, so that the optimizer works on the first
     gradients while the last are on the wire. The same on all ranks; bitwise the same results.
     """
@@ -30,6 +33,7 @@ def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
     _by_arrival(graph, pinned)
     _sink(graph, pinned)
     _prefetch(graph, pinned, ahead)
+    _let_go(graph, pinned, ahead)
     return module
 
 
@@ -50,7 +54,8 @@ def _sink(graph: Graph, pinned: set[Node]) -> None:
         order[node] = None
 
     *nodes, output = graph.nodes
-    for node in [*(n for n in nodes if n not in lazy), output]:
+    late = [n for n in nodes if n in lazy and n.target is WAIT]  # before results are copied, so that operands can go
+    for node in [*(n for n in nodes if n not in lazy), *late, output]:
         run(node)
     for node in list(order)[:-1]:
         output.prepend(node)
@@ -62,36 +67,46 @@ def _number(node: Node) -> bool:
 
 
 def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
-    order = positions(graph)
+    order, nodes = positions(graph), list(graph.nodes)
     gathers = []
-    for start in graph.nodes:
+    for start in nodes:
         if STARTS.get(start.target) == "all_gather" and not pinned & {start, *start.all_input_nodes}:
             x = arg(start)
             operands = arg(x) if x.target is PACK else [x]
             chains = [at_rest(o) for o in operands]
             if all(c is not None for c in chains):
                 moved = [n for c in chains for n in c or ()] + ([x] if x.target is PACK else []) + [start]
-                gathers.append((min(order[u] for u in _uses(start)), moved))
-    nodes = list(graph.nodes)
-    uses = sorted({use for use, _ in gathers})
-    for use, moved in gathers:
+                at = [order[u] for u in spread(start, _THROUGH)[1]]
+                gathers.append((min(at), max(at), moved))
+    uses = sorted({use for use, _, _ in gathers})
+    unmoved = {*nodes}.difference(*(moved for *_, moved in gathers))
+    for use, _, moved in sorted(gathers, key=lambda g: g[0]):
         i = uses.index(use) - ahead
-        before = nodes[uses[i]] if i >= 0 else next(n for n in nodes if n.op != "placeholder")
-        while before in moved:
-            before = before.next
-        for node in dict.fromkeys(moved):
-            if order[node] > order[before] or node is moved[-1]:
+        done = [last + 1 for begun, last, _ in gathers if i > 0 and begun < uses[i] and last < use]
+        place = max([uses[i] if i >= 0 else len(inputs(graph)), *done])
+        before = next(n for n in nodes[place:] if n in unmoved)
+        for node in moved:
+            if node not in unmoved and (order[node] > order[before] or node is moved[-1]):
                 before.prepend(node)
+                unmoved.add(node)
 
 
-def _uses(start: Node) -> list[Node]:
-    """What reads a collective's result, seen through its wait and what only arranges it."""
-    family = [start]
-    uses = []
-    for n in family:
-        for u in n.users:
-            (family if u.target in _THROUGH else uses).append(u)
-    return uses
+def _let_go(graph: Graph, pinned: set[Node], ahead: int) -> None:
+    """Wait for a reduction, or what a call has started, before the next but `ahead` is packed or called."""
+    order = positions(graph)
+    sent: dict[Node, list[Node]] = {}
+    for wait in graph.nodes:
+        start = arg(wait) if wait.target is WAIT and wait not in pinned else wait
+        call = start.target is getitem and arg(start).op == "call_module"
+        if start is not wait and (call or (STARTS.get(start.target) in _REDUCE and not _number(wait))):
+            packs = [] if call else [arg(start)] if arg(start).target is PACK else []
+            first = arg(start) if call else [*packs, start][0]
+            sent.setdefault(first, []).append(wait)
+    begun = sorted(sent, key=order.__getitem__)
+    for first, late in zip(begun[ahead + 1 :], begun, strict=False):
+        for wait in sent[late]:
+            if order[wait] > order[first]:
+                first.prepend(wait)
 
 
 def _by_arrival(graph: Graph, pinned: set[Node]) -> None:
