@@ -38,6 +38,7 @@ LAYERS = [
         "graph.hoist",
         "graph.overlap",
         "graph.in_place",
+        "graph.join",
         "graph.gloo",
         "graph.finite",
         "passes",

@@ -215,6 +215,15 @@ def wait_of(start: Node) -> Node:
     return wait
 
 
+def started(module: GraphModule, value: Node) -> Node:
+    """The node that starts what a wait is for: itself, or in a graph that is called one that is returned."""
+    call = arg(value) if value.target is operator.getitem else value
+    if call.op != "call_module":
+        return value
+    child: Any = module.get_submodule(str(call.target))
+    return outputs(child.graph)[arg(value, 1)]
+
+
 def group(start: Node) -> tuple[str, int]:
     """The name of the group that a collective runs over, and its size."""
     name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)

@@ -1,20 +1,35 @@
 """`overlap`: communication runs behind compute: issued early, waited for late."""
 
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, acts, arg, at_rest, inputs, positions, spread, written
+from shardlib.graph.nodes import (
+    ARRANGE,
+    STARTS,
+    WAIT,
+    acts,
+    arg,
+    at_rest,
+    group,
+    inputs,
+    positions,
+    size_of,
+    spread,
+    started,
+    written,
+)
 
 aten = torch.ops.aten
-_REDUCE = ("psum", "psum_scatter")
+_HELD = ("psum", "psum_scatter", "all_gather")  # where operands may wait long
 _THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
 
 
-def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
+def overlap(module: GraphModule, ahead: int = 1, limit: int = 16 << 20) -> GraphModule:
     """Put every collective where its operand is ready, its wait where its result is used.
 
         v = all_gather(a).wait()                  a_ = all_gather(a)
@@ -24,16 +39,16 @@ def overlap(module: GraphModule, ahead: int = 1) -> GraphModule:
                                                   w = b_.wait(); z = g(w)
 
     Gathers of parameters are issued `ahead` gathers before their use, and not while more than `ahead` others are whole
-    that are done with before that use: so no more of them are whole at a time than are needed and `ahead`. What is
-    reduced is waited for before the next but `ahead` begins, since it is kept until then. What
-    follows the backward pass runs in the order in which reductions come in, so that the optimizer works on the first
-    gradients while the last are on the wire. The same on all ranks; bitwise the same results.
+    that are done with before that use: so no more of them are whole at a time than those needed and `ahead`. Others are
+    waited for before more than `limit` bytes of a group are being sent, which are kept until then. What follows the
+    backward pass runs in the order in which reductions come in, so that the optimizer works on the first gradients
+    while the last are on the wire. The same on all ranks; bitwise the same results.
     """
     graph, pinned = module.graph, written(module.graph)
     _by_arrival(graph, pinned)
     _sink(graph, pinned)
     _prefetch(graph, pinned, ahead)
-    _let_go(graph, pinned, ahead)
+    _let_go(module, pinned, limit)
     return module
 
 
@@ -71,13 +86,10 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
     gathers = []
     for start in nodes:
         if STARTS.get(start.target) == "all_gather" and not pinned & {start, *start.all_input_nodes}:
-            x = arg(start)
-            operands = arg(x) if x.target is PACK else [x]
-            chains = [at_rest(o) for o in operands]
-            if all(c is not None for c in chains):
-                moved = [n for c in chains for n in c or ()] + ([x] if x.target is PACK else []) + [start]
+            made = _parameters(start)
+            if made is not None:
                 at = [order[u] for u in spread(start, _THROUGH)[1]]
-                gathers.append((min(at), max(at), moved))
+                gathers.append((min(at), max(at), [*made, start]))
     uses = sorted({use for use, _, _ in gathers})
     unmoved = {*nodes}.difference(*(moved for *_, moved in gathers))
     for use, _, moved in sorted(gathers, key=lambda g: g[0]):
@@ -91,22 +103,48 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
                 unmoved.add(node)
 
 
-def _let_go(graph: Graph, pinned: set[Node], ahead: int) -> None:
-    """Wait for a reduction, or what a call has started, before the next but `ahead` is packed or called."""
-    order = positions(graph)
-    sent: dict[Node, list[Node]] = {}
-    for wait in graph.nodes:
-        start = arg(wait) if wait.target is WAIT and wait not in pinned else wait
-        call = start.target is getitem and arg(start).op == "call_module"
-        if start is not wait and (call or (STARTS.get(start.target) in _REDUCE and not _number(wait))):
-            packs = [] if call else [arg(start)] if arg(start).target is PACK else []
-            first = arg(start) if call else [*packs, start][0]
-            sent.setdefault(first, []).append(wait)
-    begun = sorted(sent, key=order.__getitem__)
-    for first, late in zip(begun[ahead + 1 :], begun, strict=False):
-        for wait in sent[late]:
-            if order[wait] > order[first]:
-                first.prepend(wait)
+def _let_go(module: GraphModule, pinned: set[Node], limit: int) -> None:
+    """Wait for reductions, gathers of values and what calls have started, so that when the next is packed or called no
+    more than `limit` bytes are being sent over its group: till then operands cannot be freed."""
+    order = positions(module.graph)
+    sent: dict[Any, dict[Node, list[Node]]] = {}  # by group: the waits, by the start or the call in which it is
+    for wait in module.graph.nodes:
+        at = arg(wait) if wait.target is WAIT and wait not in pinned else None
+        start = at and started(module, at)
+        if start is None or STARTS.get(start.target) not in _HELD or _number(wait) or _parameters(start) is not None:
+            continue
+        sent.setdefault(group(start), {}).setdefault(at if at is start else arg(at), []).append(wait)
+    for starts in sent.values():
+        flying: list[tuple[int, list[Node]]] = []
+        last = -1
+        for start in sorted(starts, key=order.__getitem__):
+            first = next(n for n in (*_made_for(start), start) if order[n] > last)
+            flying = [(size, waits) for size, waits in flying if order[waits[0]] > order[first]]
+            size = sum(size_of(arg(started(module, arg(w)))) for w in starts[start])
+            while flying and size + sum(s for s, _ in flying) > limit:
+                for wait in flying.pop(0)[1]:
+                    first.prepend(wait)
+            flying.append((size, starts[start]))
+            last = order[start]
+
+
+def _made_for(start: Node) -> list[Node]:
+    """The nodes that only arrange, or pack, what a collective sends, in order; none of a call."""
+    chain: list[Node] = []
+    node = arg(start) if start.target in STARTS else start
+    while node.target in ARRANGE and len(node.users) == 1:
+        chain.append(node)
+        node = arg(node)
+    return [*([node] if node.target is PACK else []), *reversed(chain)]
+
+
+def _parameters(start: Node) -> list[Node] | None:
+    """The nodes that arrange and pack parameters for a gather; None where other values are gathered."""
+    x = arg(start)
+    chains = [at_rest(o) for o in (arg(x) if x.target is PACK else [x])]
+    if any(c is None for c in chains):
+        return None
+    return [n for c in chains for n in c or ()] + ([x] if x.target is PACK else [])
 
 
 def _by_arrival(graph: Graph, pinned: set[Node]) -> None:
