@@ -21,7 +21,7 @@ from shardlib.errors import amount
 from shardlib.graph.buckets import PACK, UNPACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.lines import said_at
-from shardlib.graph.nodes import STARTS, WAIT, inputs, outputs, positions, roots
+from shardlib.graph.nodes import KEEP, STARTS, WAIT, inputs, outputs, positions, roots
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
@@ -31,7 +31,7 @@ _COPIES = frozenset("clone constant_pad_nd cat own_slice unpack".split())
 @dataclass(frozen=True)
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
-    (gathered, sliced), `gradients`, `optimizer` and `other`."""
+    (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer` and `other`."""
 
     graph: str
     node: str
@@ -126,7 +126,7 @@ class Storages:
     def _live(self) -> None:
         """When every storage begins and ends."""
         sends = [
-            (n, [r for x in n.all_input_nodes for r in self.roots[x]]) for n in self.graph.nodes if n.target in STARTS
+            (n, [r for x in n.all_input_nodes for r in self.roots[x]]) for n in self.graph.nodes if n.target in KEEP
         ]
         for node in self.graph.nodes:
             if self.roots[node] == {node}:

@@ -193,6 +193,8 @@ STARTS: dict[Any, str] = {
     torch.ops._c10d_functional.broadcast.default: "pbroadcast",
     torch.ops.shardlib.permute.default: "ppermute",
 }
+# those whose operand is kept until they have been waited for; the others send a copy, which becomes the result
+KEEP = {start for start, name in STARTS.items() if name not in ("psum", "pbroadcast", "ppermute")}
 # what only arranges a value's elements anew
 ARRANGE: set[Any] = {
     *(getattr(torch.ops.aten, name).default for name in "view _unsafe_view permute t clone expand unsqueeze".split()),

@@ -25,7 +25,7 @@ from shardlib.graph.nodes import (
 )
 
 aten = torch.ops.aten
-_HELD = ("psum", "psum_scatter", "all_gather")  # where operands may wait long
+_HELD = ("psum_scatter", "all_gather")  # whose operands are kept, and may be so for long
 _THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
 
 
@@ -104,7 +104,7 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
 
 
 def _let_go(module: GraphModule, pinned: set[Node], limit: int) -> None:
-    """Wait for reductions, gathers of values and what calls have started, so that when the next is packed or called no
+    """Wait for scatters, gathers of values and what calls have started, so that when the next is packed or called no
     more than `limit` bytes are being sent over its group: till then operands cannot be freed."""
     order = positions(module.graph)
     sent: dict[Any, dict[Node, list[Node]]] = {}  # by group: the waits, by the start or the call in which it is

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardlib.errors import SpecError
 from shardlib.graph.fuse import Island
 from shardlib.graph.memory import Point, Storages, holding
-from shardlib.graph.nodes import STARTS, WAIT
+from shardlib.graph.nodes import KEEP, WAIT
 from shardlib.graph.program import copied, runner
 from shardlib.jit import Jitted
 from shardlib.simulate import run_lockstep
@@ -91,7 +91,7 @@ class _Recorder:
         here = self.graphs[-1]
         node = here.nodes[i]
         if not self.holds:  # the process group and the caller do
-            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in STARTS}
+            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in KEEP}
             operands = tuple(StorageWeakRef(s) for k, s in storages.items() if k not in self.given)
         self.running.append(_Running(here, node, self.alive(), operands))
         if node in here.called:
@@ -112,10 +112,10 @@ class _Recorder:
         for x in several:
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
                 self.add(x, "other")
-        if now.node.target in STARTS:
+        if now.node.target in KEEP:
             self.sending[value.untyped_storage()._cdata] = now.operands
         elif now.node.target is WAIT:
-            let_go = self.sending.pop(value.untyped_storage()._cdata)
+            let_go = self.sending.pop(value.untyped_storage()._cdata, ())
             until = time.monotonic() + _PATIENCE
             while not self.holds and time.monotonic() < until and not all(x.expired() for x in let_go):
                 time.sleep(1e-4)
@@ -145,7 +145,7 @@ def _probed(module: GraphModule) -> GraphModule:
     for i, node in enumerate(module.graph.nodes):
         calls = node.op == "call_module" and not isinstance(module.get_submodule(str(node.target)), Island)
         if node.op != "placeholder":
-            operands = [made[x] for x in node.all_input_nodes] if calls or node.target in STARTS else []
+            operands = [made[x] for x in node.all_input_nodes] if calls or node.target in KEEP else []
             graph.call_function(_starts, (recorder, i, *operands))
         made[node] = graph.node_copy(node, made.__getitem__)
         if calls:
