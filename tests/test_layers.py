@@ -29,7 +29,7 @@ LAYERS = [
     ["state", "zero"],  # trees at rest; layouts
     ["autodiff", "custom"],
     ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
@@ -44,7 +44,7 @@ LAYERS = [
         "passes",
     ],
     ["graph.program"],
-    ["graph.timeline", "graph.text"],
+    ["graph.timeline", "graph.text", "graph.memory"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
     ["cli.hang", "cli.command", "__main__"],

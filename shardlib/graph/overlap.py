@@ -91,16 +91,16 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
                 at = [order[u] for u in spread(start, _THROUGH)[1]]
                 gathers.append((min(at), max(at), [*made, start]))
     uses = sorted({use for use, _, _ in gathers})
-    unmoved = {*nodes}.difference(*(moved for *_, moved in gathers))
+    moving, placed = {n for *_, moved in gathers for n in moved}, set[Node]()
     for use, _, moved in sorted(gathers, key=lambda g: g[0]):
         i = uses.index(use) - ahead
         done = [last + 1 for begun, last, _ in gathers if i > 0 and begun < uses[i] and last < use]
         place = max([uses[i] if i >= 0 else len(inputs(graph)), *done])
-        before = next(n for n in nodes[place:] if n in unmoved)
+        before = next(n for n in nodes[place:] if n not in moving)
         for node in moved:
-            if node not in unmoved and (order[node] > order[before] or node is moved[-1]):
+            if node not in placed and (order[node] > order[before] or node is moved[-1]):
                 before.prepend(node)
-                unmoved.add(node)
+                placed.add(node)
 
 
 def _let_go(module: GraphModule, pinned: set[Node], limit: int) -> None:
