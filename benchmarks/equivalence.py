@@ -29,6 +29,7 @@ MOST = {  # (dp, tp): the ZeRO stages that are run, for each way; all of them, -
     (2, 2): ("3", "0123", "1", "3"),
 }
 QUICK = {(1, 1): ("", "0", "", ""), (2, 2): ("3", "3", "3", "")}
+SCALES = (None, 2.0**7, sl.dynamic_scale(2.0**16, window=3), sl.dynamic_scale(2.0**10))  # by stage: no difference
 VOCAB, ROWS, SEQ = 32, 8, 16
 HOURS = 4 * 3600.0
 SIZES = gpt.sizes(vocab=VOCAB, layers=2, model=16, heads=4)
@@ -46,7 +47,8 @@ class Run(NamedTuple):
         """The losses of `steps` updates; in processes, each of the mesh's ranks calls it."""
         layout = sl.zero(sl.specs(gpt.GPT), axis="dp", stage=self.stage)
         adamw = sl.optim.adamw(1e-2, weight_decay=0.1, mask=sl.optim.matrices)
-        train = sl.step(gpt.loss, adamw, layout=layout, clip=1.0)
+        how = sl.precision("f64", "f64", "f64", "f64", scale=SCALES[self.stage])
+        train = sl.step(gpt.loss, adamw, layout=layout, precision=how, clip=1.0)
         train = sl.jit(train, donate_argnums=0) if self.way.endswith("jit") else train
         data, losses = torch.Generator().manual_seed(0), []
         with sl.make_mesh(dp=self.dp, tp=self.tp, simulate=self.way.startswith("simulated")):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardlib as sl
+from benchmarks.jax_peer import jax_gpt
 from benchmarks.models import ADAMW, Batch, Gpt, Size, TorchGpt, angles, loss, tokens, torch_loss, weights
 
 RANKS = 2
@@ -145,6 +146,7 @@ PEERS: dict[str, tuple[Callable[..., Step], dict[str, Any], str]] = {
     "DDP compiled": (ddp, dict(compiled=True), "data parallel"),
     "shardlib dp": (shardlib, {}, "data parallel"),
     "shardlib dp regional": (shardlib, dict(backend="regional"), "data parallel"),
+    "JAX dp": (jax_gpt, dict(axis="dp", ranks=RANKS, split=False), "data parallel"),
     "DeepSpeed ZeRO-1": (deepspeed_zero, dict(stage=1), "ZeRO-1"),
     "shardlib ZeRO-1": (shardlib, dict(stage=1, gather="forward"), "ZeRO-1"),
     "shardlib ZeRO-1 regional": (shardlib, dict(stage=1, gather="forward", backend="regional"), "ZeRO-1"),
@@ -153,18 +155,24 @@ PEERS: dict[str, tuple[Callable[..., Step], dict[str, Any], str]] = {
     "shardlib ZeRO-2 regional": (shardlib, dict(stage=2, gather="forward", backend="regional"), "ZeRO-2"),
     "FSDP2": (fsdp, {}, "ZeRO-3"),
     "FSDP2 compiled": (fsdp, dict(compiled=True), "ZeRO-3"),
+    "JAX fsdp": (jax_gpt, dict(axis="dp", ranks=RANKS), "ZeRO-3"),
     "DeepSpeed ZeRO-3": (deepspeed_zero, dict(stage=3), "ZeRO-3"),
     "shardlib ZeRO-3": (shardlib, dict(stage=3), "ZeRO-3"),
     "shardlib ZeRO-3 regional": (shardlib, dict(stage=3, backend="regional"), "ZeRO-3"),
     "DTensor tp": (dtensor_tp, {}, "tensor parallel"),
+    "JAX tp": (jax_gpt, dict(axis="tp", ranks=RANKS), "tensor parallel"),
     "shardlib tp": (shardlib, dict(tp=True), "tensor parallel"),
     "shardlib tp regional": (shardlib, dict(tp=True, backend="regional"), "tensor parallel"),
 }
 
 
+NEEDS: dict[Callable[..., Step], str] = {deepspeed_zero: "deepspeed", jax_gpt: "jax"}
+
+
 def installed(name: str) -> bool:
     """Whether what a peer needs is there."""
-    return PEERS[name][0] is not deepspeed_zero or find_spec("deepspeed") is not None
+    need = NEEDS.get(PEERS[name][0])
+    return need is None or find_spec(need) is not None
 
 
 def made(name: str, size: Size, rank: int) -> Step:
@@ -174,6 +182,6 @@ def made(name: str, size: Size, rank: int) -> Step:
         import deepspeed  # pyright: ignore[reportMissingImports]
 
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    elif make is not single and make is not shardlib:
+    elif make not in (single, shardlib, jax_gpt):  # which do it themselves
         dist.init_process_group("gloo")
     return make(size, rank, **options)

@@ -16,7 +16,7 @@ HEAD = """# Every public name
 Signatures, and the first line of each docstring: `help(sl.step)` has the rest, with shapes, units and errors.
 `python docs/make_api.py` writes this page.
 """
-MODULES = {"optim": sl.optim, "random": sl.random, "debug": sl.debug, "testing": sl.testing}
+MODULES = {"optim": sl.optim, "random": sl.random, "schedules": sl.schedules, "debug": sl.debug, "testing": sl.testing}
 
 
 def signature(name: str, x: Any) -> str:

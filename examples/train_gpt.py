@@ -1,6 +1,6 @@
 """Train a small GPT on Shakespeare, on any mesh and with any ZeRO stage: `make demo`, or
 
-    torchrun --nproc-per-node 4 examples/train_gpt.py --zero 3     a process per rank, on GPUs where there are some
+    shardlib run --nproc 4 examples/train_gpt.py --zero 3          a process per rank, on GPUs where there are some
     python examples/train_gpt.py --simulate --mesh dp=2,tp=2       the same four ranks in one process
 
 The curve does not depend on how the work is cut. The last line printed is one JSON object.
@@ -33,7 +33,7 @@ SIZES = dict(
 
 def main(argv: Sequence[str] | None = None) -> None:
     begun, args = time.perf_counter(), arguments(argv)
-    mesh = sl.make_mesh(args.mesh, simulate=args.simulate)
+    mesh = sl.make_mesh(args.mesh, simulate=args.simulate, timeout=args.timeout)
     data = text.load(args.vocab, cache=args.out)
     shape = dict(batch=args.batch, seq=args.seq)
     wide = dict(batch=args.batch * max(1, 8192 // (args.batch * args.seq)), seq=args.seq)  # without gradients more fits
@@ -70,9 +70,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.eval_every and done % args.eval_every == 0 and done < args.steps:
                 journal.pause()
                 journal.validation(done, validation_loss(state.params))
-            if args.save_every and done % args.save_every == 0:
+            stop = sl.preempted() and done < args.steps
+            if stop or (args.save_every and done % args.save_every == 0):
                 journal.pause()
                 sl.save(checkpoints, state, keep=2)
+            if stop:
+                return
         val_loss = validation_loss(state.params)
         journal.validation(args.steps, val_loss)
         written = sample(predict, state.params, data, args)
@@ -122,6 +125,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", default="graph", choices=("graph", "inductor", "eager"))
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the log, the plot and checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    add("--timeout", type=float, metavar="SECONDS", help="how long a collective may wait for a rank")
     add("--save-every", type=int, default=0, metavar="STEPS")
     add("--eval-every", type=int, default=100, metavar="STEPS")
     add("--log-every", type=int, default=10, metavar="STEPS")

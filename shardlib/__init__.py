@@ -8,11 +8,14 @@ collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pb
                   ragged_all_to_all pvary pending axis_size axis_index
 local, by pattern einsum rearrange reduce embed token_loss dropout iota
 one kernel        rms_norm
-transforms        grad value_and_grad remat scan custom_vjp
+transforms        grad value_and_grad remat save_name scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
+                  precision dynamic_scale
+pipelines         pipeline Schedule; schedules.one_f_one_b gpipe interleaved zero_bubble zbv dualpipe_v
 compiled          jit: .lower(*args).collectives(), .memory(), .timeline(), .as_text(), .traces; passes profile Hardware
 debugging         debug.print passes.check_finite
 files             save latest restore compare
+runs              preempted monitor
 testing           testing.check check_loss check_optimizer meshes ranks collectives
 random numbers    random.key split fold_in normal uniform bernoulli ...
 """
@@ -25,7 +28,6 @@ from shardlib import testing as testing
 from shardlib.array import Array as Array
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad
-from shardlib.autodiff import remat as remat
 from shardlib.autodiff import value_and_grad as value_and_grad
 from shardlib.broadcast import pbroadcast as pbroadcast
 from shardlib.checkpoint import compare as compare
@@ -44,17 +46,20 @@ from shardlib.dropout import dropout as dropout
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError
+from shardlib.errors import ScheduleError as ScheduleError
 from shardlib.errors import ShardError as ShardError
 from shardlib.errors import SpecError as SpecError
 from shardlib.errors import TreeError as TreeError
 from shardlib.fused import rms_norm as rms_norm
 from shardlib.graph.timeline import Hardware as Hardware
 from shardlib.jit import jit as jit
+from shardlib.loss_scale import dynamic_scale as dynamic_scale
 from shardlib.mean import Mean as Mean
 from shardlib.mesh import Mesh as Mesh
 from shardlib.mesh import current_mesh as current_mesh
 from shardlib.mesh import make_mesh as make_mesh
 from shardlib.mesh import use_mesh as use_mesh
+from shardlib.monitor import monitor as monitor
 from shardlib.norms import global_norm as global_norm
 from shardlib.norms import global_sum as global_sum
 from shardlib.ops import all_gather as all_gather
@@ -65,8 +70,14 @@ from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
 from shardlib.patterns import assume as assume
+from shardlib.pipeline import schedules as schedules
+from shardlib.pipeline.run import pipeline as pipeline
+from shardlib.pipeline.schedule import Schedule as Schedule
+from shardlib.policy import save_name as save_name
+from shardlib.precision import precision as precision
 from shardlib.profile import profile as profile
 from shardlib.ragged import ragged_all_to_all as ragged_all_to_all
+from shardlib.remat import remat as remat
 from shardlib.scan import scan as scan
 from shardlib.shard_map import shard_map as shard_map
 from shardlib.show import show as show
@@ -89,6 +100,7 @@ from shardlib.types import typeof as typeof
 from shardlib.vocab import embed as embed
 from shardlib.vocab import iota as iota
 from shardlib.vocab import token_loss as token_loss
+from shardlib.watch import preempted as preempted
 from shardlib.zero import Layout as Layout
 from shardlib.zero import place as place
 from shardlib.zero import split as split

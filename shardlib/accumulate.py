@@ -19,8 +19,9 @@ from shardlib.mean import Mean, whole
 from shardlib.mesh import Mesh, current_mesh
 from shardlib.parts import Memo, Part, once, part_of, places
 from shardlib.phases import noted, phase
+from shardlib.precision import Precision
 from shardlib.shard_map import borders
-from shardlib.sharding import leaf_of, move, settle
+from shardlib.sharding import leaf_of, move, plan, settle
 from shardlib.spec import Dim, Spec
 from shardlib.types import Leaf, padding_allowed, region, short
 from shardlib.zero import Layout, layout_of
@@ -29,7 +30,8 @@ from shardlib.zero import Layout, layout_of
 @dataclass(frozen=True)
 class Plan:
     """What `step` knows before it runs: the layout of every leaf, which of them are trained, what their gradients are
-    summed up as, the batch dimension that is cut and into how many micro-batches, the loss's analysis on one of them.
+    summed up as, the batch dimension that is cut and into how many micro-batches, the loss's analysis on one of them,
+    and the dtypes.
     """
 
     layout: Layout
@@ -38,6 +40,7 @@ class Plan:
     dim: Dim | None
     count: int
     loss: Analysis
+    precision: Precision
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -57,7 +60,7 @@ class Plan:
     def weights(self, params: Any, pieces: Sequence[Any], key: Any, extra: Any) -> list[Tensor]:
         """The weight of every term, summed over micro-batches and ranks."""
         each = [self.loss.weights(params, piece, key, extra, at) for piece, at in pieces]
-        return [whole(added(ws)) for ws in zip(*each, strict=True)]
+        return [whole(added(self.precision.given(ws))) for ws in zip(*each, strict=True)]
 
 
 def number(i: int) -> Tensor:
@@ -93,6 +96,7 @@ def planned(
     accumulate: int | None,
     microbatch: int | None,
     trainable: tree.Chooser | None,
+    precision: Precision,
 ) -> Callable[[Any, Any], Plan]:
     """`plan_for(state, batch)`, cached by the specs, shapes and dtypes of both, and which parameters are tied."""
     plans: dict[Any, Plan] = Memo()
@@ -107,13 +111,16 @@ def planned(
                 raise SpecError(
                     f"step: `{what}.{other[0][0]}` is {type(other[0][1]).__name__}; state and batch are tensors"
                 )
+        if (state.scale is None) != (precision.scale is None):
+            has, what = ("no loss scale", "scales") if state.scale is None else ("a loss scale", "does not scale")
+            raise SpecError(f"step: the state has {has}, the step's precision {what}: make it with this step's init")
         leaves = [[leaf for leaf in borders(None, t, mesh, "step") if leaf] for t in trees]
-        dtypes = [[x.dtype for x in xs] for xs in flat]
+        dtypes = [precision.dtypes(state.params, precision.compute), *([x.dtype for x in xs] for xs in flat[1:])]
         structures = tuple(tree.flatten(t)[1] for t in trees)
         where = (mesh.name, tuple(mesh.groups.items()), torch.get_default_dtype())
         key = (where, tuple(map(tuple, leaves)), tuple(map(tuple, dtypes)), structures, places(flat[0]))
         if key not in plans:
-            lay = (layout or layout_of(tree.specs(state.params))).resolve(state.params)
+            lay = grad_fn.laid_out((layout or layout_of(tree.specs(state.params))).resolve(state.params))
             dim, count = micro_batches(batch, accumulate, microbatch, mesh)
             enter = [[Leaf(s, x.shape) for s, x in zip(tree.leaves(lay.compute), flat[0], strict=True)]]
             enter += [[cut_leaf(leaf, dim and dim.name, count) for leaf in leaves[1]], *leaves[2:]]
@@ -128,7 +135,7 @@ def planned(
                     "weights of all are summed first"
                 )
             sums = trained.take(tree.map_(lambda s, c: _summed(s, c, loss.axes), lay.grads, lay.compute))
-            plans[key] = Plan(lay, trained, sums, dim, count, loss)
+            plans[key] = Plan(lay, trained, sums, dim, count, loss, precision)
         return plans[key]
 
     return plan_for
@@ -163,10 +170,11 @@ def accumulated(
     Gradients of several micro-batches add up in float32 or wider; those of one stay in the parameters' dtype. While a
     program is traced the micro-batch is one graph that is called once for each.
     """
+    reduce = plan.precision.reduce
 
     def micro(acc: Any, params: Any, piece: Any, key: Any, extra: Any, seeds: Sequence[Tensor]) -> Any:
         batch, at = piece
-        with region().running(plan.dim, at, plan.count):
+        with region().running(plan.dim, at, plan.count, reduce):
             (mean, aux), grads = grad_fn(params, batch, key=key, extra=extra, seeds=seeds, part=plan.trained)
         if (found := tuple(t.coefficient for t in mean.terms)) != plan.coefficients:
             raise SpecError(
@@ -175,15 +183,21 @@ def accumulated(
             )
         with padding_allowed(), phase("early"):  # each gradient is reduced as soon as backward has made it
             if acc is None:
-                grads = tree.map_(move, grads, plan.sums)
+                grads = summed(grads, plan.sums, reduce)
             else:
-                grads = tree.map_(lambda a, g, s: _accumulate(a, move(wide(g), s)), acc, grads, plan.sums)
-        return [t.total for t in mean.terms], aux_tree(aux), noted("gradients", grads)
+                more = summed(tree.map_(wide, grads), plan.sums, reduce)
+                grads = tree.map_(_accumulate, acc, more)
+        aux = replace(aux, metrics=plan.precision.given(aux.metrics))
+        return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), noted("kind", "gradients", grads)
 
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
-    grads, all_totals, all_aux = noted("gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)), [], []
+    grads, all_totals, all_aux = (
+        noted("kind", "gradients", tree.map_(_blank, plan.trained.take(params), plan.sums)),
+        [],
+        [],
+    )
     for piece in pieces:
         totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)
@@ -195,7 +209,22 @@ def accumulated(
 def _accumulate(acc: Tensor, g: Tensor) -> Tensor:
     leaf = region().leaves.get(acc)
     assert leaf is not None
-    return settle(acc + g, leaf)
+    return settle(acc + wide(g), leaf)
+
+
+def summed(grads: Any, specs: Any, dtype: torch.dtype | None = None) -> Any:
+    """Gradients brought to `specs`; what several ranks add up on the way is added up in `dtype` (None: its own)."""
+    mesh = region().mesh
+
+    def one(g: Tensor, spec: Spec) -> Tensor:
+        leaf = leaf_of(g, "a gradient")
+        moves = plan(leaf.spec, spec, leaf.shape, mesh) if dtype not in (None, g.dtype) and mesh.total > 1 else ()
+        if any(m.op in ("sum", "scatter") and mesh.size(m.axes) > 1 for m in moves):
+            g = settle(g.to(dtype), leaf)
+        return move(g, spec)
+
+    with padding_allowed():
+        return tree.map_(one, grads, specs)
 
 
 def wide(g: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from shardlib import tree
 from shardlib.autodiff import GradFn, aux_tree
 from shardlib.errors import SpecError, defined, listing
 from shardlib.graph.nodes import sliced, used_placeholders
-from shardlib.graph.trace import Meta, inlining, typed
+from shardlib.graph.trace import Meta, analysing, typed
 from shardlib.mesh import Mesh
 from shardlib.parts import Part
 from shardlib.spec import Dim
@@ -84,7 +84,7 @@ def analyse(
         return [t.total for t in mean.terms], [t.weight for t in mean.terms], aux_tree(aux)
 
     name = getattr(grad_fn.f, "__name__", "loss")
-    with inlining():
+    with analysing():
         module, results, _ = typed(run, mesh, [m for ms in metas for m in ms], name, lines=False)
     n = len(kept[0])
     kinds = [m.kind or "I" * len(mesh.shape) for m in results[:n]]

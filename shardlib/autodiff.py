@@ -1,4 +1,4 @@
-"""Derivatives of per-device functions: `grad`, `value_and_grad`, `remat`, `scan`.
+"""Derivatives of per-device functions: `grad`, `value_and_grad`.
 
 At exit every gradient's type is checked to be the dual of its primal's: invariant for invariant, pending for
 replicated, varying for varying, replicated for pending. A reduction that was missed is an error, never a wrong number.
@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from shardlib import collectives as c
 from shardlib import tree
 from shardlib.errors import SpecError, defined
-from shardlib.insert import reentered
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
 from shardlib.phases import gradients, phase
 from shardlib.types import Leaf, Region, paused, region
-
-_plain = torch._C.DisableTorchFunction
+from shardlib.zero import Layout
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,10 @@ class GradFn:
         """The loss itself, in a scope of names of its own."""
         with region().names(tree.leaves(args)):
             return self._loss(args, key, extra)
+
+    def laid_out(self, layout: Layout) -> Layout:
+        """The layout (of concrete specs) that this takes parameters and gives gradients in."""
+        return layout
 
     def _loss(self, args: Sequence[Any], key: Any, extra: Any) -> tuple[Mean, Aux]:
         out = self.f(*args, **accepted(self.f, len(args), key=key, extra=extra))
@@ -267,98 +268,3 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0) -> Callable[..
     """The gradient alone: `value_and_grad(f)(...)[1]`."""
     both = value_and_grad(f, argnums)
     return lambda *args, **options: both(*args, **options)[1]
-
-
-# ---- remat
-
-
-class _Remat(torch.autograd.Function):
-    """`f(*xs)`, a tuple of tensors: keeps its inputs only. The backward pass is such a function again: so it nests."""
-
-    @staticmethod
-    def forward(f: Callable[..., tuple[Tensor, ...]], *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return f(*xs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.f, ctx.floats = inputs[0], _floats(output)
-        ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.floats))
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        xs, given = ctx.saved_tensors, [cotangents[i] for i in ctx.floats]
-        at = tuple(i for i in _floats(xs) if ctx.needs_input_grad[i + 1])  # what is frozen has none
-        with _plain():
-            grads = iter(_Remat.apply(partial(_pull, ctx.f, ctx.floats, at, len(given)), *given, *xs))  # type: ignore[arg-type]
-        return None, *(next(grads) if i in at else None for i in range(len(xs)))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], f: Callable[..., Any], *xs: Tensor) -> tuple[Any, Any]:
-        many = torch.func.vmap(f, in_dims=in_dims[1:], randomness=info.randomness)
-        with _plain():
-            out: Any = _Remat.apply(many, *xs)
-        return out, (0,) * len(out)
-
-
-def _floats(xs: Sequence[Tensor]) -> tuple[int, ...]:
-    """The positions of what can have a gradient."""
-    return tuple(i for i, x in enumerate(xs) if x.is_floating_point() or x.is_complex())
-
-
-def _pull(
-    f: Callable[..., tuple[Tensor, ...]], outputs: Sequence[int], at: Sequence[int], n: int, *xs: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of the inputs `at` among the inputs `xs[n:]` of `f`, for the cotangents `xs[:n]` of its `outputs`."""
-    primals = xs[n:]
-
-    def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
-        full = list(primals)
-        for i, x in zip(at, floats, strict=True):
-            full[i] = x
-        with phase("remat"):
-            out = f(*full)
-        return tuple(out[i] for i in outputs)
-
-    return torch.func.vjp(of_floats, *(primals[i] for i in at))[1](tuple(xs[:n]))
-
-
-def distinct(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """`ys` as the results of a Function, which returns no input, and nothing twice."""
-    held = {id(x) for x in inputs}
-    out = []
-    for y in ys:
-        out.append(y.view_as(y) if id(y) in held else y)
-        held.add(id(y))
-    return tuple(out)
-
-
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, whose intermediate values are computed again in the backward pass instead of kept (its collectives too).
-
-    Arguments and results are trees; what is no tensor passes through. Everything that needs a gradient must be an
-    argument: a captured value that is being differentiated (or mapped by vmap) is an error. As `jax.checkpoint`.
-    """
-
-    def run(*args: Any, **options: Any) -> Any:
-        flat, treedef = tree.flatten((args, options))
-        at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        kept: list[Any] = []
-
-        def of_tensors(*xs: Tensor) -> tuple[Tensor, ...]:
-            full = list(flat)
-            for i, x in zip(at, xs, strict=True):
-                full[i] = x
-            a, o = tree.unflatten(treedef, full)
-            with reentered("remat"):
-                out, structure = tree.flatten(f(*a, **o))
-            kept[:] = [structure, [None if isinstance(y, Tensor) else y for y in out]]
-            return distinct([y for y in out if isinstance(y, Tensor)], xs)
-
-        with _plain():
-            made = iter(_Remat.apply(of_tensors, *(flat[i] for i in at)))  # type: ignore[arg-type]
-        structure, rest = kept
-        return tree.unflatten(structure, [next(made) if y is None else y for y in rest])
-
-    run.__name__ = getattr(f, "__name__", "remat")
-    return run

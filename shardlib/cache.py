@@ -10,8 +10,8 @@ import platform
 import re
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +24,20 @@ from shardlib.graph import stored
 from shardlib.graph.stored import Unstorable
 from shardlib.identity import KNOWN, Unknown, identity, sources
 from shardlib.meeting import Meeting
-from shardlib.mesh import Axes, Mesh
+from shardlib.mesh import Mesh
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a trace gives. `results`: by leaf of the result its spec, shape, constant and the position of its output."""
+    """What a trace gives. `results`: by leaf of the result its spec, shape, constant and the position of its output;
+    `asked`: whether it holds the rank of this process."""
 
     module: GraphModule
     results: list[tuple[Any, tuple[int, ...], Any, int]]
     structure: optree.PyTreeSpec
-
-
-@dataclass(frozen=True, eq=False)
-class _Watched(Mesh):
-    """The mesh while a program is traced that all ranks will share."""
-
     asked: bool = False
-
-    def group(self, axes: Sequence[str]) -> str:
-        """Its name alone: a process group is made by all of its ranks, and the others wait for the program."""
-        return f"{self.name}/{','.join(axes)}"
-
-    def index(self, axes: Axes) -> int:
-        """As on any mesh; it is noted that the program holds the rank of this process."""
-        object.__setattr__(self, "asked", True)
-        return super().index(axes)
 
 
 def cached(
@@ -88,11 +74,9 @@ def cached(
         if found is not None and not path.exists():
             _write(path, text)
     if found is None:
-        watched = _Watched(**{f.name: getattr(mesh, f.name) for f in fields(mesh)})
-        with watched:
-            found, text = trace(), ""
+        found, text = trace(), ""
         try:
-            if watched.asked and mesh.total > 1:
+            if found.asked and mesh.total > 1:
                 raise Unstorable("the rank, from mesh.index: sl.axis_index gives it as a value")
             text = _text(found, key, mesh)
             _write(path, text)

@@ -113,8 +113,9 @@ def _refuse_forward_mode(here: Region, name: str, x: Tensor) -> None:
 
 def refuse_captured(name: str, tensors: Sequence[Tensor]) -> None:
     """Inside remat or custom_vjp: raise for a value of an outer transform, whose gradient would be lost."""
-    level = maybe_current_level() or 0
-    if any(is_functorch_wrapped_tensor(x) and maybe_get_level(x) > level for x in tensors):
+    level, hidden = maybe_current_level() or 0, region().hidden
+    levels = [maybe_get_level(x) for x in tensors if is_functorch_wrapped_tensor(x)]
+    if any(n > level or n in hidden for n in levels):
         raise SpecError(
             f"{name}: {region().reentered} captured a value that is being differentiated (or mapped); its gradient "
             "would be lost.\n  Pass it as an argument: f(w, x)"
@@ -143,7 +144,7 @@ def _reduce(x: Tensor, axes: tuple[str, ...], op: str = "sum") -> Tensor:
     return wire.all_reduce(x, mesh.group(mesh.ordered(axes)), op) if axes else x.view_as(x)
 
 
-def _gather_pieces(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+def _gather_pieces(x: Tensor, axes: tuple[str, ...], dim: int, *_: Any) -> Tensor:
     mesh, axes = _wired(axes)
     for run in reversed(_runs(mesh, axes)):
         x = wire.all_gather(x, dim, mesh.size(run), mesh.group(run))
@@ -188,7 +189,7 @@ def _inverse(source: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _identity(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+def _identity(x: Tensor, *_: Any) -> Tensor:
     return x.view_as(x)
 
 
@@ -209,9 +210,16 @@ def _no_gradient(g: Tensor, *_: Any) -> Tensor:
     raise SpecError("pmax has no gradient: detach its operand, or use a sum")
 
 
-_PVary = _function("pvary", "R", _identity, lambda g, axes: _psum(g, axes))
+def _in_dtype(sum_: Callable[..., Tensor], g: Tensor, dtype: torch.dtype | None, *static: Any) -> Tensor:
+    """A cotangent's sum over ranks, made in `dtype` (None: its own) and rounded back once."""
+    return sum_(g, *static) if dtype is None else sum_(g.to(dtype), *static).to(g.dtype)
+
+
+_PVary = _function("pvary", "R", _identity, lambda g, axes, dtype: _in_dtype(_psum, g, dtype, axes))
 _PSum = _function("psum", "I", _reduce, lambda g, axes: _pvary(_equal(g, axes), axes))
-_AllGather = _function("all_gather", "R", _gather_pieces, lambda g, axes, dim: _psum_scatter(g, axes, dim))
+_AllGather = _function(
+    "all_gather", "R", _gather_pieces, lambda g, axes, dim, dtype: _in_dtype(_psum_scatter, g, dtype, axes, dim)
+)
 _PSumScatter = _function("psum_scatter", "V", _scatter_sum, lambda g, axes, dim: _all_gather(g, axes, dim))
 _AllGatherInvariant = _function(
     "all_gather_invariant", "I", _gather_pieces, lambda g, axes, dim: _own_slice(_equal(g, axes), axes, dim)
@@ -223,16 +231,20 @@ _Pending = _function("pending", "P", _identity, lambda g, axes: g)
 _PMax = _function("pmax", "I", lambda x, axes: _reduce(x, axes, "max"), _no_gradient)
 
 
-def _pvary(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    return _apply(_PVary, x, axes)
+def _pvary(x: Tensor, axes: tuple[str, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """`dtype`: in which the cotangent is summed."""
+    return _apply(_PVary, x, axes, dtype)
 
 
 def _psum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return _apply(_PSum, x, axes)
 
 
-def _all_gather(x: Tensor, axes: tuple[str, ...], dim: int, invariant: bool = False) -> Tensor:
-    return _apply(_AllGatherInvariant if invariant else _AllGather, x, axes, dim)
+def _all_gather(
+    x: Tensor, axes: tuple[str, ...], dim: int, invariant: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`dtype`: in which the cotangent is summed, where it is."""
+    return _apply(_AllGatherInvariant, x, axes, dim) if invariant else _apply(_AllGather, x, axes, dim, dtype)
 
 
 def _psum_scatter(x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:

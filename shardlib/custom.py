@@ -10,9 +10,9 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_g
 
 from shardlib import collectives as c
 from shardlib import tree
-from shardlib.autodiff import _floats, _pull, _Remat, distinct
 from shardlib.errors import SpecError
 from shardlib.insert import reentered
+from shardlib.remat import _floats, _pull, _Remat, distinct
 from shardlib.types import WORDS, region, short
 
 _plain = torch._C.DisableTorchFunction  # a Function below Insert, which fwd and bwd turn on again

@@ -34,6 +34,10 @@ class RankError(ShardError, RuntimeError):
     """Ranks disagree, one of them failed, or none can go on."""
 
 
+class ScheduleError(ShardError, ValueError):
+    """A pipeline schedule cannot run; the message names the rank, the step and the action."""
+
+
 class DonatedError(ShardError, RuntimeError):
     """A donated tree is used again."""
 

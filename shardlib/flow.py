@@ -21,7 +21,9 @@ _LIKE = frozenset(
     "ones_like zeros_like empty_like full_like new_zeros new_ones new_full new_empty new_empty_strided "
     "_efficientzerotensor".split()
 )
-_KEEPS_LEAF = frozenset("zeros_like ones_like empty_like full_like _to_copy clone detach alias view_as".split())
+_KEEPS_LEAF = frozenset(
+    "zeros_like ones_like empty_like full_like _to_copy clone detach alias view_as save_name".split()
+)
 _KEEPS_PADDING = _LIKE | frozenset("detach alias view_as wait_tensor _to_copy clone device".split())
 UNDECLARED = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())  # write args 3, 4 if args[5]
 _PLAIN, _FACTORY, _FROM_VALUE, _LIFTED, _MUTATES, _RANDOM = range(6)
@@ -33,7 +35,7 @@ _MOVES = frozenset(
     "detach clone lift_fresh _conj _neg_view neg real view_as_real view_as_complex as_strided slice select split "
     "unbind split_with_sizes unsafe_split diagonal unfold flip roll repeat tril triu sum mean cumsum trace index "
     "index_select gather take embedding _to_copy constant_pad_nd reflection_pad1d replication_pad1d masked_fill "
-    "pixel_shuffle diag_embed zero wait_tensor slice_backward select_backward".split()
+    "pixel_shuffle diag_embed zero wait_tensor slice_backward select_backward save_name".split()
 )
 _ADDS = frozenset(
     "add sub rsub cat stack where index_add index_put slice_scatter select_scatter scatter_add copy".split()

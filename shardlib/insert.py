@@ -215,7 +215,9 @@ def _aligned(here: Region, rule: _Rule, args: Any, kwargs: Any, kinds: list[str]
             if any(a is t for t in targets):
                 return a
             missing = _equal_where_others_are_not(here.type_of(a), met, axes)
-            return _pvary(a, missing) if missing and (a.is_floating_point() or a.is_complex()) else a
+            if not missing or not (a.is_floating_point() or a.is_complex()):
+                return a
+            return _pvary(a, missing, here.reduce if here.leaves.get(a) else None)
         if type(a) in (list, tuple):
             return type(a)(fix(b) for b in a)
         return {k: fix(v) for k, v in a.items()} if type(a) is dict else a
@@ -316,6 +318,20 @@ def reentered(name: str) -> Iterator[None]:
             yield
     finally:
         here.reentered = held
+
+
+@contextmanager
+def hiding(levels: range) -> Iterator[None]:
+    """Inside, values of these levels of transforms are of those that are off, though as many are on again."""
+    if not inside():
+        yield
+        return
+    here = region()
+    held, here.hidden = here.hidden, levels
+    try:
+        yield
+    finally:
+        here.hidden = held
 
 
 @contextmanager

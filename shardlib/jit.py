@@ -21,12 +21,12 @@ from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.text import listing_of
 from shardlib.graph.timeline import Hardware, Timeline, timeline
-from shardlib.graph.trace import meta, trace
+from shardlib.graph.trace import meta, trace, uncollected
 from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.log import Log, telling, wanted
 from shardlib.meeting import Meeting
-from shardlib.mesh import Mesh, current_mesh
+from shardlib.mesh import Mesh, TracedMesh, current_mesh
 from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import shards_of, tracing
@@ -90,7 +90,7 @@ class Lowered:
     def running(self, log: Log | None = None) -> GraphModule:
         """The graphs as they run here: processes that talk gloo change some collectives, those of a log tell it."""
         module = self.module
-        if log is not None and self.backend != "inductor":
+        if log is not None and self.backend not in ("inductor", "cudagraph"):
             module = telling(copied(module), log)
         gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
         return applied([for_gloo], copied(module)) if gloo else module
@@ -214,6 +214,7 @@ class Jitted:
 
     def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], called: bool = False) -> Lowered:
         mesh = current_mesh()
+        self._refuse_device(mesh)
         try:
             key = Signature(
                 treedef, static, tuple(signature_of(x) for x in flat), places(flat), mesh_key(mesh), settings()
@@ -239,7 +240,8 @@ class Jitted:
         began = time.perf_counter()
 
         def trace() -> Program:
-            return self._trace(flat, key.structure, key.static)
+            with uncollected():
+                return self._trace(flat, key.structure, key.static)
 
         if self.cache is None:
             made = trace()
@@ -263,6 +265,13 @@ class Jitted:
         self._programs[key] = found
         return found
 
+    def _refuse_device(self, mesh: Mesh) -> None:
+        if self.backend == "cudagraph" and mesh.device.type != "cuda":
+            raise SpecError(
+                f'{self.__name__}: backend="cudagraph" captures CUDA graphs, and this mesh is on the '
+                f'{mesh.device.type}: use backend="graph", "regional" or "inductor"'
+            )
+
     def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
         where = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
         for path, x in zip(where, [*flat, *static], strict=True):
@@ -272,7 +281,7 @@ class Jitted:
                 )
 
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Program:
-        mesh = current_mesh()
+        mesh = TracedMesh.of(current_mesh())
         tensors = _distinct(flat)
         for x in tensors:
             if isinstance(x, Array) and x.mesh.shape != mesh.shape:
@@ -298,7 +307,8 @@ class Jitted:
             kept[:] = [list(map(once(result), out)), structure]
             return values
 
-        module = trace(run, [meta(shards_of(x)[0]) for x in tensors], self.__name__)
+        with mesh:
+            module = trace(run, [meta(shards_of(x)[0]) for x in tensors], self.__name__)
         where = dict(zip(map(id, reversed(flat)), reversed(tree.paths(tree.unflatten(treedef, flat))), strict=True))
         for node, x in zip(graph_inputs(module.graph), tensors, strict=True):
             node.meta["path"] = where[id(x)]
@@ -307,8 +317,9 @@ class Jitted:
         ends = zip(kept[0], tree.paths(tree.unflatten(kept[1], kept[0])), strict=True)
         paths = {r.position: path for r, path in reversed(list(ends)) if r.position >= 0}
         module.graph.output_node().meta["paths"] = [paths[i] for i in range(len(paths))]
-        module = applied(self.passes, module)
-        return Program(module, [(r.spec, r.shape, r.constant, r.position) for r in kept[0]], kept[1])
+        with mesh:
+            module = applied(self.passes, module)
+        return Program(module, [(r.spec, r.shape, r.constant, r.position) for r in kept[0]], kept[1], mesh.asked)
 
 
 def _distinct(flat: Sequence[Any]) -> list[Tensor]:
@@ -340,8 +351,9 @@ def jit(
     what it keeps, `.timeline()` when, `.as_text()` a listing; `.traces` holds the programs made so far.
 
     `donate_argnums`: arguments whose memory the call takes over and writes into; they cannot be used again.
-    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code) or
-    `"inductor"`. `passes`: functions from graph to graph, in order (`sl.passes.default`; `[]`: the program as written).
+    `static_argnums`: hashable arguments that are part of the signature. `backend`: `"graph"` (generated FX code),
+    `"regional"` or `"inductor"` (compiled in part or whole), on GPUs `"cudagraph"`. `passes`: functions from graph to
+    graph, in order (`sl.passes.default`; `[]`: the program as written).
     `cache`: a folder for programs: what is found there is not traced, by the other ranks or by the next run.
     On several processes the first call for each signature must be made by all of them, which compare arguments and
     collectives before anything is sent. Raises `SpecError` for Python that looks at a tensor's value, `RankError` where

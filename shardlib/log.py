@@ -1,7 +1,8 @@
 """What a rank is doing: a line in a file of its own when a collective starts and when it has been waited for.
 
 Every line is written at once, so that it outlives the process. A file holds the last lines only: at a megabyte it
-becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them.
+becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them. Without a folder nothing is written: what is
+known is for `watch`, which asks where a rank is.
 """
 
 import os
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.digests import titles
-from shardlib.graph.nodes import WAIT
+from shardlib.graph.nodes import waits
 from shardlib.mesh import Mesh
+from shardlib.watch import Place, blamed, watch
 
 LIMIT = 1 << 20  # bytes of a file
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -45,7 +47,7 @@ class Log:
 
     def __init__(self, folder: str, rank: int) -> None:
         self.call, self.steps, self.number = 0, dict[str, int](), 0
-        self.name, self.running = "", dict[str, int]()
+        self.name, self.running = "", dict[str, list[int]]()
         self.path = Path(folder, f"rank{rank}.log") if folder else None
         self.file, self.size = -1, 0
         if self.path is not None:
@@ -71,27 +73,32 @@ class Log:
     def start(self, text: str) -> None:
         """A collective starts."""
         self.number += 1
-        self.running[text] = self.number
+        self.running.setdefault(text, []).append(self.number)
         self.write("start", self.number, text)
 
     def done(self, text: str) -> None:
         """It has been waited for."""
-        self.write("done", self.running.pop(text), text)
+        first, *rest = self.running.pop(text)  # of a graph that is called again before it is waited for
+        self.running |= {text: rest} if rest else {}
+        self.write("done", first, text)
+
+    def place(self) -> Place:
+        """Where the programs of this rank are."""
+        for text, (number, *_) in self.running.copy().items():
+            waits = f"{text.split(', ')[0]} (#{number} of step {self.steps[self.name]} of {self.name})"
+            return Place(self.call, self.number, number, waits)
+        return Place(self.call, self.number)
 
     def around(self, run: Run, name: str, mesh: str) -> Run:
-        """`run`, a program whose collectives tell this log; its errors say in which of them they came up."""
+        """`run`, a program whose collectives tell this log; where one is lost, the error says who is to blame."""
 
         def logged(inputs: list[Tensor]) -> list[Tensor]:
             self.call, self.name, self.number = self.call + 1, name, 0
             self.steps[name] = self.steps.get(name, 0) + 1
             self.running.clear()
             self.write("call", 0, mesh)
-            try:
+            with blamed():
                 out = run(inputs)
-            except Exception as e:
-                waited = ", ".join(f"{text} (#{n})" for text, n in self.running.items()) or "no collective"
-                e.add_note(f"in call {self.steps[name]} of `{name}`, where it waited for {waited}")
-                raise
             self.write("return")
             return out
 
@@ -105,20 +112,26 @@ def log_of(folder: str, rank: int, pid: int) -> Log:
 
 
 def wanted(mesh: Mesh) -> Log | None:
-    """The log of a mesh of several processes: of `SHARDLIB_LOG`'s folder, or in debug mode of none."""
-    if mesh.simulate or mesh.total == 1 or not (mesh.log or mesh.debug):
+    """The log of a mesh of several processes: in `SHARDLIB_LOG`'s folder, if any."""
+    if mesh.simulate or mesh.total == 1:
         return None
-    return log_of(mesh.log, mesh.rank, os.getpid())
+    log = log_of(mesh.log, mesh.rank, os.getpid())
+    if others := watch():
+        others.place = log.place
+    return log
 
 
 def telling(module: GraphModule, log: Log) -> GraphModule:
     """The program with a call of the log before each collective, and one after it has been waited for."""
-    for node, text in _named(titles(module)).items():
-        ends = [u for u in node.users if u.target is WAIT] or [node]
+    ends = waits(module)
+    named = _named(titles(module))
+    for node, text in named.items():
         with node.graph.inserting_before(node):
             node.graph.call_function(log.start, (text,))
-        with node.graph.inserting_after(ends[0]):
-            node.graph.call_function(log.done, (text,))
+    alone = {node: node for node in named if node not in ends.values()}  # done when they return
+    for end, node in (ends | alone).items():
+        with end.graph.inserting_after(end):
+            end.graph.call_function(log.done, (named[node],))
     return module
 
 

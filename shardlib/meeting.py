@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardlib.errors import RankError, ShardError
 from shardlib.mesh import Mesh
+from shardlib.watch import watch
 from shardlib.wire import by_rank
 
 _PATIENCE = 10.0  # seconds until a line on stderr says who is waited for
@@ -109,8 +110,12 @@ class Meeting:
         if at is None:
             return ""
         titles = {r: (c["titles"][at : at + 1] or ["none"])[0] for r, c in come.items()}
-        if len(set(titles.values())) == 1:
-            titles = {r: f"{t} (computed as {come[r]['fingerprint'][at].split()[-1]})" for r, t in titles.items()}
+        if len({t.rpartition("]")[0] for t in titles.values()}) == 1:  # but for the line of code
+            parts = {r: c["fingerprint"][at].split("\t") for r, c in come.items()}
+            told = {
+                r: [x for x, *xs in zip(p, *parts.values(), strict=False) if {*xs} != {x}] for r, p in parts.items()
+            }
+            titles = {r: f"{t} ({', '.join(told[r])})" for r, t in titles.items()}
         return f"ranks disagree on the collectives of `{self.name}`; number {at + 1} is\n{by_rank(titles)}"
 
     def _wait(self, key: str, rank: int, *others: str) -> None:
@@ -120,6 +125,8 @@ class Meeting:
         for waited in _ticks():
             if any(self.store.check([k]) for k in (key, *others)):
                 return
+            if waited > 0.5 and (ranks := watch()) and (failed := ranks.heard()):
+                raise failed
             if waited > limit + _TRACING * (self._read("at", rank).get("label") == self.label):
                 raise _told(f"{self._missed(rank)} within {waited:.0f} s")
             if waited > 0.5 and not self.mesh.rank and (away := self._elsewhere(rank)):

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardlib.errors import MeshError, listing, nearest
 from shardlib.spec import Spec
+from shardlib.watch import blamed, watch
 
 Axes = str | Sequence[str]
 
@@ -26,7 +27,7 @@ class Mesh:
 
     `groups` names tuples of axes; a group may stand wherever an axis may. On a simulated mesh this process plays
     every rank, otherwise it is the rank that the process group says. `debug`: jitted programs that ranks do not share
-    are refused, and errors name the collective; `log`: the folder of logs ("": none).
+    are refused; `log`: the folder of logs ("": none).
     """
 
     shape: dict[str, int]
@@ -141,12 +142,80 @@ class Mesh:
         _current.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        self._leave()
+        if isinstance(error, Exception) and not self.simulate and (others := watch()):
+            if explained := others.explained(error):
+                raise explained from None
+            if not _current:
+                others.tell(error)
+
+    def _leave(self) -> None:
         if self in _current:  # not after use_mesh inside the block
             del _current[len(_current) - 1 - _current[::-1].index(self)]
 
     def __repr__(self) -> str:
         return f"Mesh({self.name}{', simulated' if self.simulate else f', rank {self.rank}'})"
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMesh(Mesh):
+    """A mesh while a program is traced. `asked`: whether the program holds the rank of this process."""
+
+    asked: bool = False
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "TracedMesh":
+        return cls(**{f.name: getattr(mesh, f.name) for f in fields(Mesh)})
+
+    def group(self, axes: Sequence[str]) -> str:
+        """Its name alone: a process group is made by all of its ranks, once they have agreed on the program."""
+        return f"{self.name}/{','.join(axes)}"
+
+    def index(self, axes: Axes) -> int:
+        """As on any mesh; it is noted."""
+        object.__setattr__(self, "asked", True)
+        return super().index(axes)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Inner(Mesh):
+    """A mesh as code knows it that only some of the ranks along `hidden` run: without that axis. Groups of ranks are
+    those of the `outer` mesh."""
+
+    outer: Any = None
+    hidden: str = ""
+
+    @classmethod
+    def of(cls, mesh: Mesh, hidden: str) -> "Inner":
+        shape = {a: n for a, n in mesh.shape.items() if a != hidden}
+        groups = {g: axes for g, axes in mesh.groups.items() if hidden not in axes}
+        return cls(shape, groups, mesh.simulate, mesh.rank, mesh.device, mesh.timeout, outer=mesh, hidden=hidden)
+
+    @cached_property
+    def name(self) -> str:
+        return self.outer.name
+
+    def expand(self, axes: Axes) -> tuple[str, ...]:
+        for a in (axes,) if isinstance(axes, str) else axes:
+            if a == self.hidden or self.hidden in self.outer.groups.get(a, ()):
+                raise MeshError(
+                    f"`{a}`: inside a function of the pipeline over `{self.hidden}` nothing runs over that axis: each "
+                    "of its ranks runs another function"
+                )
+        return super().expand(axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        return {a: i for a, i in self.outer.coordinates(rank).items() if a != self.hidden}
+
+    def index(self, axes: Axes) -> int:
+        return self.outer.index(self.expand(axes))
+
+    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        return self.outer.members(rank, axes)
+
+    def group(self, axes: Sequence[str]) -> str:
+        return self.outer.group(axes)
 
 
 _current: list[Mesh] = []
@@ -168,9 +237,14 @@ def use_mesh(mesh: Mesh) -> Mesh:
 
 @contextmanager
 def entered(mesh: Mesh | None):
-    """Inside: `mesh`, or the current one where it is None."""
-    with mesh or current_mesh() as m:
-        yield m
+    """Inside: `mesh`, or the current one where it is None. An error in here is not yet the end of this rank."""
+    m = mesh or current_mesh()
+    _current.append(m)
+    try:
+        with blamed():
+            yield m
+    finally:
+        m._leave()
 
 
 def _register(mesh: Mesh, name: str, axes: tuple[str, ...]) -> None:
@@ -271,8 +345,9 @@ def make_mesh(
 
     `make_mesh(dp=2, tp=4)`; `make_mesh(dp=dict(replica=2, fsdp=8))` names a group `dp` of two axes; one size may be -1,
     what the world leaves. `groups=dict(cp_dp="dp/cp")` names further groups. Reads torchrun's and srun's variables;
-    gloo on CPU, nccl on CUDA. `timeout` (seconds): how long a collective may wait. `simulate=True`: all ranks in this
-    process, no launcher. Raises `MeshError` when the sizes do not multiply to the number of ranks.
+    gloo on CPU, nccl on CUDA. `timeout` (seconds): how long a collective may wait for a rank that does not come, which
+    the `RankError` that all then raise names (by default as torch says: 30 minutes on CPU). `simulate=True`: all ranks
+    in this process, no launcher. Raises `MeshError` when the sizes do not multiply to the number of ranks.
     """
     if (axes is not None and not isinstance(axes, Mapping)) or {*(axes or ())} & {*named}:
         raise MeshError(f"make_mesh(dp=2, tp=4), or a mapping of axes that are not named beside it; found {axes!r}")
@@ -305,6 +380,10 @@ def make_mesh(
     if not dist.is_initialized() and launched and total > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, launched.where, timeout=wait, rank=launched.rank, world_size=launched.world)
+    if others := watch():  # from now on this rank answers when others have lost one
+        others.holds = (
+            bool(launched) and launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
     _warn_straddling(shape, launched.ranks_here if launched else 0)
     rank = dist.get_rank() if dist.is_initialized() else 0
     debug, log = os.environ.get("SHARDLIB_DEBUG", "") not in ("", "0"), os.environ.get("SHARDLIB_LOG", "")

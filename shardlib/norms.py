@@ -48,6 +48,13 @@ def global_sum(values: Any) -> Tensor:
     return _over_ranks("global_sum", values, local, torch.add, c._psum)
 
 
+def all_finite(values: Any) -> Tensor:
+    """Whether all elements of a tree of leaves in a per-device function are finite, on all ranks: invariant, 0-d."""
+    with padding_allowed():
+        bad = tree.map_(lambda x: settle((~x.isfinite()).to(torch.int64), leaf_of(x, "all_finite")), values)
+    return global_sum(bad) == 0
+
+
 def _over_ranks(
     what: str,
     values: Any,

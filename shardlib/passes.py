@@ -17,7 +17,9 @@ from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
 from shardlib.graph.join import join as join
 from shardlib.graph.overlap import overlap as overlap
+from shardlib.graph.recompute import recompute as recompute
 from shardlib.graph.regather import regather as regather
+from shardlib.switch import Switch
 
 Pass = Callable[[GraphModule], GraphModule]
 default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse, join)
@@ -37,6 +39,8 @@ def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
     for name, child in list(module.named_children()):
         if isinstance(child, GraphModule):
             setattr(module, name, applied(passes, child))
+    if isinstance(module, Switch):
+        return module  # its turns keep their order
     for one in passes:
         module = one(module)
     return module

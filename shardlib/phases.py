@@ -39,13 +39,18 @@ def part_of(node: Node) -> str:
     return next((k for k in ("remat", "backward", "forward") if k in node.meta), "")
 
 
-def noted(kind: str, values: Any) -> Any:
-    """`values`, a tree; while a program is traced, their nodes know that they hold `kind`."""
+def again_for(node: Node) -> dict[str, int]:
+    """The notes on what is computed again for a node: a `remat` of its own, within the node's backward pass."""
+    return {k: node.meta[k] for k in ("backward",) if k in node.meta} | {"remat": next(_numbers)}
+
+
+def noted(key: str, said: Any, values: Any) -> Any:
+    """`values`, a tree; while a program is traced, their nodes know what they hold: `meta[key]`."""
     mode = get_proxy_mode()
     if mode is not None:
         for proxy in map(mode.tracer.unwrap_proxy, tree.leaves(values)):
             if isinstance(proxy, Proxy):
-                proxy.node.meta["kind"] = kind
+                proxy.node.meta[key] = said
     return values
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shardlib.errors import RankError, ShardError
 from shardlib.mesh import Mesh
+from shardlib.watch import blamed
 
 T = TypeVar("T")
 
@@ -30,6 +31,10 @@ class Processes:
         """
         if self.count == 1:
             return g([f()])[0]
+        with blamed():
+            return self._exchange(f, g)
+
+    def _exchange(self, f: Callable[[], Any], g: Callable[[list[Any]], list[Any]]) -> Any:
         mine = _attempt(f, self.rank)
         if self.rank == 0:
             given: list[Any] = [None] * self.count

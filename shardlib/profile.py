@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from shardlib import tree, wire
 from shardlib.errors import SpecError
 from shardlib.graph.lines import line_of
-from shardlib.graph.nodes import STARTS, WAIT, arg, inputs, op_name, outputs
+from shardlib.graph.nodes import STARTS, WAIT, inputs, op_name, outputs, waits
 from shardlib.graph.program import Collective, sends
 from shardlib.graph.timeline import Span, save_spans, told
 from shardlib.jit import Jitted
@@ -144,6 +144,7 @@ class _Step:
         self.plays = mesh.simulate and mesh.total > 1
         self.ranks = range(mesh.total) if self.plays else range(mesh.rank, mesh.rank + 1)
         self.sent: dict[Node, Collective] = sends(module)
+        self.waits = waits(module)
         self.cuda = mesh.device.type == "cuda"
         self.marks: list[tuple[Node, str, int, Any, Any]] = []  # node, graph, rank, begin, end
         self.began = self.seconds = 0.0
@@ -241,13 +242,13 @@ class _Step:
         """Whether a node waits for others: a wait, or a collective that is done when it returns."""
         if node.target not in STARTS:
             return node.target is WAIT
-        return self.plays or not any(u.target is WAIT for u in node.users)
+        return self.plays or node not in self.waits.values()
 
     def collective(self, node: Node) -> Collective | None:
-        return self.sent.get(arg(node) if node.target is WAIT else node)
+        return self.sent.get(self.waits.get(node, node))
 
     def said(self, node: Node) -> str:
-        c, place = self.collective(node), line_of(arg(node) if node.target is WAIT else node)
+        c, place = self.collective(node), line_of(self.waits.get(node, node))
         at = f", {Path(place[0]).name}:{place[1]}" if place else ""
         return f"{c.op} over {c.axis} of {c.name}{at}" if c else node.name
 

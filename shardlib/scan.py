@@ -23,7 +23,8 @@ _plain = torch._C.DisableTorchFunction
 
 
 def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
-    """`f(carry, x) -> (carry, y)` over the leading dim of every leaf of `xs`: the last carry, and the `y`s stacked.
+    """`f(carry, x) -> (carry, y)` over the leading dim of every leaf of `xs`: the last carry, and the `y`s stacked
+    (None where there are none, or no turns).
 
     A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`:
     inside `jit`, `f` runs once for each type of carry, and the program calls its graphs (forward and backward).

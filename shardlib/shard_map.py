@@ -94,7 +94,7 @@ def _enters_as(x: Tensor, said: Any, mesh: Mesh, given: bool) -> Spec:
         else:
             held, mend = "plain, hence equal on all ranks", f"sl.shard(x, '{spec}') first"
         raise spec.error(f"a value of shape {tuple(x.shape)}, {held}, is not `{spec}`", at, mend)
-    return Spec(spec.dims, spec.pending, spec.memory, stacked=has.stacked) if isinstance(x, Array) else spec
+    return Spec(spec.dims, spec.pending, spec.memory).noting(has) if isinstance(x, Array) else spec
 
 
 def tracing() -> bool:
@@ -163,7 +163,7 @@ def _result(here: Region, x: Tensor, said: Any) -> Leaf:
             mend = "gather it with invariant=True, so that its gradient is counted once"
             raise spec.error(f"{is_} is replicated over `{axis}`, `{spec}` says invariant", None, mend)
     if known is not None and known.spec.chains == spec.chains:
-        return Leaf(Spec(spec.dims, spec.pending, spec.memory, stacked=known.spec.stacked), known.shape)
+        return Leaf(Spec(spec.dims, spec.pending, spec.memory).noting(known.spec), known.shape)
     return Leaf(spec, layout.global_shape(spec, x.shape, mesh.shape))
 
 

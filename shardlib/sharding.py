@@ -160,7 +160,7 @@ def _perform(here: Region, x: Tensor, m: Move, chains: Chains, shape: tuple[int,
         return layout.padded_length(shape[dim], chains[dim], here.mesh.shape)
 
     if m.op == "gather":
-        return _fit(c._all_gather(x, m.axes, m.dim, invariant), m.dim, length(m.dim))
+        return _fit(c._all_gather(x, m.axes, m.dim, invariant, here.reduce), m.dim, length(m.dim))
     cut = m.to if m.op == "exchange" else m.dim
     x = _fit(x, cut, length(cut) * here.mesh.size(m.axes))
     if m.op == "exchange":
@@ -215,7 +215,7 @@ def move(x: Tensor, dst: Spec, invariant: bool = True) -> Tensor:
             x = _perform(here, x, m, chains, leaf.shape, invariant)
         x = x if moves else x.view_as(x)  # what comes in keeps its spec
     named = (replace(b, name=b.name if a.name == "_" else a.name) for a, b in zip(src.dims, dst.dims, strict=True))
-    final = replace(dst, dims=tuple(named), stacked=src.stacked)
+    final = replace(dst, dims=tuple(named)).noting(src)
     return settle(x, Leaf(final, leaf.shape))
 
 

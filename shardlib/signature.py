@@ -26,7 +26,7 @@ def described(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     local, spec = shards_of(x)[0], x.spec if isinstance(x, Array) else None
-    said = (str(spec), spec.stacked) if spec is not None else None
+    said = (str(spec), spec.stacked, spec.matrix) if spec is not None else None
     return said, tuple(x.shape), tuple(local.shape), strides(local), x.dtype, x.device.type
 
 

@@ -24,11 +24,13 @@ from torch.fx import GraphModule, Node
 from torch.utils import _python_dispatch as modes  # the layer below autograd and functorch has no public name
 
 from shardlib import wire
+from shardlib.apart import Apart
 from shardlib.errors import MeshError, RankError, ShardError, listing
 from shardlib.mesh import Mesh
-from shardlib.wire import MEET, OWN, Args, combine
+from shardlib.switch import Switch
+from shardlib.wire import MEET, OWN, RECEIVE, SEND, SENT, Args, combine
 
-_PLAYED = {*MEET, *OWN, wire.wait.default}
+_PLAYED = {*MEET, *OWN, wire.wait.default, SEND, RECEIVE, SENT}
 _HERE, _TORCH = __file__.removesuffix("simulate.py"), torch.__file__.removesuffix("__init__.py")
 _INSIDE = (_HERE, _TORCH, threading.__file__, "<eval_with_key>", "<lockstep")  # how no file of the user starts
 _VARIABLE = re.compile(r"\bv\d+\b")
@@ -67,6 +69,7 @@ class _Baton:
         self.waiting: dict[int, tuple[Any, Args, tuple[int, ...]]] = {}  # rank: op, arguments, members
         self.arrived: dict[tuple[int, ...], list[int]] = {}  # members: those of them that wait there
         self.results: dict[int, Tensor] = {}
+        self.mail: dict[tuple[int, int], deque[Tensor]] = {}  # by source and target
         self.error: BaseException | None = None  # stops all
         self.go = [threading.Lock() for _ in range(mesh.total)]  # released once to let the rank go on
         self.over = threading.Lock()  # what the main thread waits for: an interrupted Thread.join takes it for dead
@@ -111,14 +114,39 @@ class _Baton:
             results = MEET[target](len(members), [self.waiting.pop(r)[1] for r in members])
             self.results.update(zip(members, results, strict=True))
             self.ready.extend(here[:-1])
-        elif not self.ready:
-            self.error = self.error or self.deadlock()
         else:
-            self.wake(self.ready.popleft())
-            self.go[rank].acquire()
+            self.pause(rank)
         if self.error:
             raise _Stop
         return self.results.pop(rank)
+
+    def post(self, rank: int, x: Tensor, to: int, group: str) -> Tensor:
+        """Send a message; a handle of it."""
+        target = wire.members_by_rank(self.mesh, [group])[rank][to]
+        self.mail.setdefault((rank, target), deque()).append(x.clone())
+        op, _, members = self.waiting.get(target, (None, (), ()))
+        if op is RECEIVE and members[0] == rank:
+            del self.waiting[target]
+            self.ready.append(target)
+        return x.new_empty(0)
+
+    def receive(self, rank: int, *args: Any) -> Tensor:
+        """Wait for the next message of the rank that the arguments name."""
+        source = wire.members_by_rank(self.mesh, args)[rank][args[3]]
+        while not self.mail.get((source, rank)):
+            self.waiting[rank] = RECEIVE, args, (source,)
+            self.pause(rank)
+        return self.mail[source, rank].popleft()
+
+    def pause(self, rank: int) -> None:
+        """Let others run until this rank can go on."""
+        if self.ready:
+            self.wake(self.ready.popleft())
+            self.go[rank].acquire()
+        else:
+            self.error = self.error or self.deadlock()
+        if self.error:
+            raise _Stop
 
     def where(self, rank: int) -> str:
         """The collective in which a rank waits, and the innermost line outside shardlib and torch that called it."""
@@ -130,8 +158,9 @@ class _Baton:
 
     def deadlock(self) -> RankError:
         told = dict.fromkeys(range(self.mesh.total), "finished")
-        for rank, (_, _, members) in self.waiting.items():
-            told[rank] = f"{self.where(rank)}, waits for {wire.named(set(members).difference(self.arrived[members]))}"
+        for rank, (op, _, members) in self.waiting.items():
+            missing = set(members).difference(() if op is RECEIVE else self.arrived[members])
+            told[rank] = f"{self.where(rank)}, waits for {wire.named(missing)}"
         return RankError(f"deadlock: no rank can go on\n{wire.by_rank(told)}")
 
 
@@ -153,8 +182,14 @@ class _Wire(modes.TorchDispatchMode):
             raise _Stop
         if func not in _PLAYED or modes._get_current_dispatch_mode():  # torch keeps fake and tracing modes below others
             return func(*args, **kwargs) if kwargs else func(*args)
+        if func is SENT:
+            return None
         if func is wire.wait.default:
             return args[0]
+        if func is SEND:
+            return self.baton.post(self.rank, *args)
+        if func is RECEIVE:
+            return self.baton.receive(self.rank, *args)
         if func in MEET:
             return self.baton.meet(self.rank, func, args)
         return OWN[func](wire.members_by_rank(self.baton.mesh, args)[self.rank].index(self.rank), *args)
@@ -209,7 +244,7 @@ class _Writer:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.count = mesh, itertools.count()
-        self.names, self.source = dict[str, Any](), list[str]()
+        self.names, self.source, self.written = dict[str, Any](), list[str](), dict[GraphModule, str]()
 
     def constant(self, value: Any) -> str:
         self.names[name := f"k{next(self.count)}"] = value
@@ -235,23 +270,33 @@ class _Writer:
             part = f"{self.constant(operator.attrgetter(target))}(m)"
             if node.op == "get_attr":
                 return part, ""
+            child = module.get_submodule(target)
+            if isinstance(child, Switch):
+                names = [self.graph(child.turn(i), f"{path}{target}.") for i in range(len(child.turns))]
+                own = wire.members_by_rank(self.mesh, [child.group])
+                index = self.constant([m.index(r) for r, m in enumerate(own)])
+                return f"yield from ({', '.join(names)},)[{index}[r]](r, {part}, a)", hand
             return f"yield from {self.graph(module.get_submodule(target), f'{path}{target}.')}(r, {part}, a)", hand
         if node.op != "call_function":
             raise NotImplementedError(f"lockstep does not run the {node.op} node `{path}{node.name}`")
         if target is wire.wait.default:
             return args[0], ""
+        if target is SENT:
+            return "None", ""
         if target is operator.getitem:
             return f"{args[0]}[{args[1]}]", ""
         if target in OWN:
             index = self.constant([m.index(r) for r, m in enumerate(wire.members_by_rank(self.mesh, node.args))])
             return f"{self.constant(OWN[target])}({index}[r], {', '.join(args)})", ""
-        if target in MEET:
+        if target in MEET or target in (SEND, RECEIVE):
             groups = tuple(dict.fromkeys(wire.members_by_rank(self.mesh, node.args)))
             return f"(yield {self.constant((target, groups))}, a).pop(r)", hand
         return self.constant(target) + call, ""
 
     def graph(self, module: Any, path: str = "") -> str:
-        """Write the generator of a graph, after those of the graphs that it calls; its name."""
+        """Write the generator of a graph, once, after those of the graphs that it calls; its name."""
+        if module in self.written:
+            return self.written[module]
         *nodes, output = module.graph.nodes
         env = {node: f"v{next(self.count)}" for node in nodes if node.op == "placeholder"}
         lines = [(f"[{', '.join(env.values())}]", "given", "", "the inputs")]
@@ -271,6 +316,7 @@ class _Writer:
             code = [*([hand, *free] if hand else []), f"{out} = {text}", *([] if at else ["given.clear()"]), *free]
             self.source.append(f"    {'; '.join(code)}  # {comment}")
         self.source += [f"    return {result}", "    yield  # a generator even without collectives"]
+        self.written[module] = name
         return name
 
 
@@ -303,10 +349,13 @@ def run_lockstep(
         raise MeshError(f"inputs for {len(inputs)} ranks on {mesh!r}, which has {mesh.total}")
     _, start, source = _program(mesh, module)
     ranks = [start(r, module, x if isinstance(x, list) else [*x]) for r, x in enumerate(inputs)]
-    rank, results = 0, None
+    apart = Apart(ranks) if any(isinstance(m, Switch) for m in module.modules()) else None
+    rank, results, asked = 0, None, []
     try:
         with torch.no_grad():
-            while True:
+            if apart is not None:
+                asked = [(None, x) for x in apart.run()]
+            while apart is None:
                 asked = []
                 for rank in range(mesh.total):
                     asked.append(ranks[rank].send(results))
@@ -324,6 +373,7 @@ def run_lockstep(
     except Exception as e:
         frames = traceback.walk_tb(e.__traceback__)
         *_, line = (line for f, line in frames if f.f_code.co_filename == start.__code__.co_filename)
+        rank = rank if apart is None else apart.rank
         error = _raised(e, f"rank {rank}, {source[line - 1].split('  # ')[-1]}")
         raise error from error.__cause__
     for position, axes in (equal or {}).items():

@@ -55,7 +55,8 @@ class Spec:
     """A parsed spec.
 
     `cuts` are made, in order, when it meets a tensor and a mesh (`zero`, `split`). `stacked` counts leading dimensions
-    that `stack` added: optimizers and files see each slice as a leaf.
+    that `stack` added: optimizers and files see each slice as a leaf. `matrix`: the dimensions that are inputs and
+    those that are outputs of a matrix, where said; each slice along the others is a matrix of its own.
     `text[span]` is what it was parsed from, for messages; no text where it was computed.
     """
 
@@ -64,6 +65,7 @@ class Spec:
     memory: str = "device"
     cuts: tuple[Cut, ...] = ()
     stacked: int = 0
+    matrix: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     text: str = field(default="", compare=False)
     span: tuple[int, int] = field(default=(0, 0), compare=False)
 
@@ -77,6 +79,7 @@ class Spec:
 
     def __repr__(self) -> str:
         more = f", cuts={self.cuts}" * bool(self.cuts) + f", stacked={self.stacked}" * bool(self.stacked)
+        more += f", matrix={self.matrix}" * any(self.matrix)
         return f"Spec({str(self)!r}{more})"
 
     @property
@@ -136,6 +139,19 @@ class Spec:
     def with_pending(self, axes: Iterable[str]) -> "Spec":
         """The spec with `axes` as further pending sums."""
         return replace(self, pending=self.pending + tuple(a for a in axes if a not in self.pending), text="")
+
+    def as_matrix(self, sides: str) -> "Spec":
+        """The spec with inputs and outputs named: `"model -> heads head"`."""
+        parsed = parse_pattern(sides, 1)
+        inputs, outputs = parsed.inputs[0].names, parsed.outputs[0].names
+        named = inputs + outputs
+        if not (inputs and outputs) or len(set(named)) < len(named) or not set(named) <= set(self.names):
+            raise self.error(f"matrix={sides!r} must name dimensions of the leaf on both sides, each once")
+        return replace(self, matrix=(inputs, outputs))
+
+    def noting(self, other: "Spec") -> "Spec":
+        """The spec with what `other` says of the leaf beside how it is cut: `stacked` and `matrix`."""
+        return replace(self, stacked=other.stacked, matrix=other.matrix)
 
     def resolve(self, fn: Callable[[str], tuple[str, ...]]) -> "Spec":
         """The spec with every axis replaced by the axes `fn` gives for it (a group by its axes)."""

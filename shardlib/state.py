@@ -177,7 +177,7 @@ def reshard(tree_: Any, specs: Any) -> Any:
     mesh, wanted = flat[0].mesh, []
     for path, x, said in zip(tree.paths(tree_), flat, tree.broadcast(specs, tree_, "reshard: specs"), strict=True):
         with located(f"reshard: `{path}`" if path else "reshard"):
-            spec = replace(global_spec(said, x.shape, mesh), stacked=x.spec.stacked)
+            spec = global_spec(said, x.shape, mesh).noting(x.spec)
             plan(x.spec, spec, x.shape, mesh)
         wanted.append(spec)
     return tree.unflatten(treedef, _move(wanted, flat, mesh))
@@ -202,8 +202,9 @@ def _default_init(field: tree.Field, shape: tuple[int, ...]) -> Any:
     inner, names = shape[field.spec.stacked :], field.spec.names[field.spec.stacked :]
     if len(inner) < 2:
         return "ones"
-    named = [n for n, name in zip(inner, names, strict=True) if name in field.inputs]
-    fan_in = math.prod(named) if field.inputs else inner[0] if len(inner) == 2 else max(inner)
+    inputs = field.spec.matrix[0]
+    named = [n for n, name in zip(inner, names, strict=True) if name in inputs]
+    fan_in = math.prod(named) if inputs else inner[0] if len(inner) == 2 else max(inner)
     return 1.0 / math.sqrt(max(1, fan_in))
 
 

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from shardlib import random, tree
-from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves
+from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves, summed
 from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
+from shardlib.loss_scale import judged, scale_metrics, scaled, selected, unscaled
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate
 from shardlib.parts import once, part_of
 from shardlib.phases import phase
+from shardlib.precision import Precision, checked
 from shardlib.shard_map import shard_map
 from shardlib.state import check_key, gather, reshard, shard
 from shardlib.tree import pytree
@@ -43,6 +45,7 @@ def step(
     layout: Layout | None = None,
     accumulate: int | None = None,
     microbatch: int | None = None,
+    precision: Precision | None = None,
     clip: float | None = None,
     trainable: tree.Chooser | None = None,
 ) -> Any:
@@ -51,38 +54,46 @@ def step(
     `loss(params, batch)`, a per-device function that returns a `Mean`, gets `key=` and `extra=` if it has such
     parameters; `key` is one for the whole step, on all ranks and in all micro-batches: `dropout` draws by global row.
     `layout`: where things are cut (`zero`; by default as the parameters' own specs say). `accumulate`: the number of
-    micro-batches, or `microbatch`: their rows per rank. `clip`: the largest global gradient norm.
+    micro-batches, or `microbatch`: their rows per rank. `precision`: dtypes, and the scale of the loss, with which a
+    step whose gradients are not finite is skipped. `clip`: the largest global gradient norm.
     `trainable` (globs, or `(path, spec) -> bool`): the parameters that are trained; no others have a gradient or
     optimizer state. An array that stands at several places of `params` is one parameter, known by its first path.
-    Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`.
+    Metrics, 0-d tensors: `loss`, `grad_norm` (before clipping), `tokens` (the weight of the whole batch), `lr`; where
+    the loss is scaled `skipped` (0 or 1) and `scale`.
     """
-    grad_fn = value_and_grad(loss)
-    plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable)
+    grad_fn, precision = value_and_grad(loss), checked(precision, "step")
+    plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
     if not isinstance(optimizer, tuple) or not isinstance(layout, Layout | None) or (clip is not None and not clip > 0):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
         raise SpecError(f"step takes one of sl.optim's optimizers, a Layout and a clip above 0; found {found}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         trained, key = plan.trained, random.fold_in(state.key, state.step)
-        params = entering(reshard(state.params, plan.layout.compute), plan.axes)
+        params = precision.cast(state.params, precision.compute)
+        params = entering(reshard(params, plan.layout.compute), plan.axes)
         pieces = plan.pieces(batch)
         weights = plan.weights(params, pieces, key, state.extra)  # of the whole batch, on all ranks
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
-        totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, seeds)
-        grads = reshard(grads, trained.take(plan.layout.opt))  # the reduction: one collective per leaf
+        by = scaled(seeds, state.scale)
+        totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, by)
+        grads = summed(grads, trained.take(plan.layout.opt), precision.reduce)  # one collective per leaf
+        finite, scale = judged(grads, state.scale, precision.scale)
+        grads = unscaled(grads, state.scale)
         norm = global_norm(grads)
         with padding_allowed():
             grads = grads if clip is None else scaled_to(grads, norm, clip)
             old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
             with phase("early"):  # leaf by leaf, rather than after all updates
-                new = reshard(apply_updates(old, updates), trained.take(plan.layout.params))
+                new = selected(finite, apply_updates(old, updates), old)
+                new = reshard(new, trained.take(plan.layout.params))
+                opt = selected(finite, same_leaves("the optimizer", opt, state.opt), state.opt)
         value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
-        opt = same_leaves("the optimizer", opt, state.opt)
+        metrics |= scale_metrics(finite, state.scale) | (aux.metrics or {})
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
-        new = replace(state, step=state.step + 1, params=trained.put(new, state.params), opt=opt, extra=extra)
-        return new, metrics | (aux.metrics or {})
+        rest = selected(finite, {"step": state.step + 1, "extra": extra}, {"step": state.step, "extra": state.extra})
+        return replace(state, params=trained.put(new, state.params), opt=opt, scale=scale, **rest), metrics
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
@@ -91,6 +102,7 @@ def step(
         return new, gather(metrics)
 
     with_opt = shard_map(allowing_padding(optimizer.init), in_specs=None, out_specs=None)
+    cast = shard_map(lambda params: precision.cast(params, precision.params), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
         if key is not None:
@@ -99,9 +111,11 @@ def step(
         zero = shard(torch.zeros((), dtype=torch.int64), "")
         root = shard(random.key(0) if key is None else key, "key")
         trained = part_of(params, trainable, "step: trainable")
-        opt = with_opt(reshard(trained.take(params), trained.take(lay.opt)))
-        own = tree.map_(once(owned), reshard(params, lay.params), params)
-        return State(step=zero, params=own, opt=opt, key=root, scale=None, extra=extra)
+        at_rest = trained.put(trained.take(cast(params)), params)
+        opt = with_opt(reshard(trained.take(at_rest), trained.take(lay.opt)))
+        own = tree.map_(once(owned), reshard(at_rest, lay.params), params)
+        scale = precision.scale and shard(precision.scale.init(), "")
+        return State(step=zero, params=own, opt=opt, key=root, scale=scale, extra=extra)
 
     run.init = init  # type: ignore[attr-defined]
     run.__name__ = getattr(loss, "__name__", "step")
@@ -123,23 +137,27 @@ def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return run
 
 
-def evaluate(loss: Callable[..., Any], *, layout: Layout | None = None) -> Callable[..., Any]:
+def evaluate(
+    loss: Callable[..., Any], *, layout: Layout | None = None, precision: Precision | None = None
+) -> Callable[..., Any]:
     """`(params, batch, key=, extra=) -> (Mean, metrics)`: the loss forward only, its sums over all ranks made.
 
     Means of several batches add up: `sum(valid(params, b)[0] for b in batches).value`; so do metrics that are Means.
     `key` and `extra`: for a loss that takes them.
     """
-    grad_fn = value_and_grad(loss)
+    grad_fn, precision = value_and_grad(loss), checked(precision, "evaluate")
 
     def device(lay: Layout, params: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any]:
-        mean, aux = grad_fn.forward(reshard(params, lay.compute), batch, key=key, extra=extra)
-        metrics = {k: v.summed().terms if isinstance(v, Mean) else whole(v) for k, v in (aux.metrics or {}).items()}
+        params = reshard(precision.cast(params, precision.compute), lay.compute)
+        mean, aux = grad_fn.forward(params, batch, key=key, extra=extra)
+        mean, found = precision.given((mean, aux.metrics or {}))
+        metrics = {k: v.summed().terms if isinstance(v, Mean) else whole(v) for k, v in found.items()}
         return mean.summed().terms, metrics
 
     on_ranks = shard_map(device, in_specs=None, out_specs=None)
 
     def run(params: Any, batch: Any, *, key: Tensor | None = None, extra: Any = None) -> tuple[Any, dict[str, Any]]:
-        lay = (layout or layout_of(tree.specs(params))).resolve(params)
+        lay = grad_fn.laid_out((layout or layout_of(tree.specs(params))).resolve(params))
         terms, metrics = on_ranks(lay, params, batch, key, extra)
         found = {k: Mean._of_terms(v) if isinstance(v, tuple) else v for k, v in gather(metrics).items()}
         return Mean._of_terms(gather(terms)), found

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as torch_pytree  # torch.func flattens with it, and has no public registration
 
 from shardlib.errors import SpecError, TreeError, listing, nearest
-from shardlib.spec import Spec, as_spec, parse, parse_pattern
+from shardlib.spec import Spec, as_spec, parse
 
 NAMESPACE = "shardlib"
 _KEY = "shardlib"
@@ -30,13 +30,12 @@ Chooser = str | Sequence[str] | Callable[[str, Any], bool]
 @dataclass(frozen=True)
 class Field:
     """What an annotation says of one leaf: its spec, and how `init` makes it. `levels`: the number of dimensions that
-    each `stack` around it adds, from the outside; `inputs`: the dimensions that a matrix contracts, where said."""
+    each `stack` around it adds, from the outside."""
 
     spec: Spec
     dtype: torch.dtype | None = None
     init: Any = None
     levels: tuple[int, ...] = ()
-    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,14 @@ def spec(text: str, *, dtype: torch.dtype | None = None, init: Any = None, matri
     """A leaf of a `@pytree` class: `w: Tensor = sl.spec("model/dp hidden/tp")`.
 
     `init`: a float (the standard deviation), `"zeros"`, `"ones"`, or `f(key, shape, dtype, index=...)`; by default a
-    normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"` says which dimensions
-    are inputs; by default the first of two, the largest of more. `dtype`: default float32.
+    normal of variance 1/fan-in for matrices and ones for vectors. `matrix="model -> heads head"`: a matrix's inputs and
+    outputs, for `init` and `optim.muon`; along other dimensions lie matrices of their own. By default the input is the
+    first of two dimensions, for `init` the largest of more. `dtype`: default float32.
     """
-    parsed, inputs = parse(text), ()
-    if matrix is not None:
-        sides = parse_pattern(matrix, 1)
-        inputs = sides.inputs[0].names
-        if sorted(inputs + sides.outputs[0].names) != sorted(parsed.names):
-            raise SpecError(f"spec({text!r}): matrix={matrix!r} must name every dimension once")
+    parsed = parse(text) if matrix is None else parse(text).as_matrix(matrix)
     if not (init is None or isinstance(init, (int, float)) or callable(init) or init in ("zeros", "ones")):
         raise SpecError(f"spec({text!r}): init is a number, 'zeros', 'ones' or a function, not {init!r}")
-    return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init, inputs=inputs)})
+    return dataclasses.field(metadata={_KEY: Field(parsed, dtype, init)})
 
 
 def stack(what: Any, dims: str | None = None) -> Any:

@@ -107,7 +107,9 @@ class Region:
         self.padding_allowed = 0
         self.paused = False
         self.reentered = ""  # the transform whose Function is running user code
+        self.hidden = range(0)  # levels of transforms that are off meanwhile, where others of these levels are on
         self.piece: Piece | None = None
+        self.reduce: torch.dtype | None = None  # in which gradients of leaves are summed over ranks; None: their own
         self.where = "shard_map"
         self.asked = False  # whether the code looks at types itself
         self.insert: Any = None
@@ -226,13 +228,17 @@ class Region:
             self.sizes, self.bound_by, self.said = held
 
     @contextmanager
-    def running(self, dim: Dim | None, at: Tensor | None, count: int) -> Iterator[None]:
-        """Inside, a micro-batch runs (none where `dim` is None): what counts rows of the whole batch asks which."""
-        held, self.piece = self.piece, Piece(dim, at, count) if dim and at is not None else None
+    def running(
+        self, dim: Dim | None, at: Tensor | None, count: int, reduce: torch.dtype | None = None
+    ) -> Iterator[None]:
+        """Inside, a micro-batch runs (none where `dim` is None): what counts rows of the whole batch asks which.
+        `reduce`: the dtype in which gradients of leaves are summed over ranks."""
+        held = self.piece, self.reduce
+        self.piece, self.reduce = Piece(dim, at, count) if dim and at is not None else None, reduce
         try:
             yield
         finally:
-            self.piece = held
+            self.piece, self.reduce = held
 
     def describe(self, x: Tensor, equal: str = "equal on all ranks") -> str:
         """`f64[8, 4] varying over dp, pending over tp`, with the spec where the value still has one. `equal`: what is

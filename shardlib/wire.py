@@ -23,6 +23,9 @@ _lib = torch.library.Library("shardlib", "FRAGMENT")
 _lib.define("axis_index(str group, Device device) -> Tensor")
 _lib.define("own_slice(Tensor x, int dim, int size, str group) -> Tensor")
 _lib.define("permute(Tensor x, int[] source, str group) -> Tensor")
+_lib.define("isend(Tensor x, int to, str group) -> Tensor")
+_lib.define("irecv(int[] shape, ScalarType dtype, Device device, int source, str group) -> Tensor")
+_lib.define("sent(Tensor handle) -> ()")
 
 
 def resolve(group: str) -> dist.ProcessGroup:
@@ -69,6 +72,21 @@ def broadcast(x: Tensor, source: int, group: str) -> Tensor:
     return wait(_ops.broadcast(x.contiguous(), source, group))
 
 
+def isend(x: Tensor, to: int, group: str) -> Tensor:
+    """Start to send to index `to` of the group; a handle for `sent`."""
+    return torch.ops.shardlib.isend(x.contiguous(), to, group)
+
+
+def sent(handle: Tensor) -> None:
+    """Wait until what was sent has left."""
+    torch.ops.shardlib.sent(handle)
+
+
+def irecv(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int, group: str) -> Tensor:
+    """Start to receive from index `source` of the group, in the order in which that sends; `wait` before it is read."""
+    return torch.ops.shardlib.irecv(list(shape), dtype, device, source, group)
+
+
 def axis_index(group: str, device: torch.device) -> Tensor:
     """The rank's index in the group, a 0-d int64 tensor."""
     return torch.ops.shardlib.axis_index(group, device)
@@ -109,6 +127,27 @@ def _permute(x: Tensor, source: list[int], group: str) -> Tensor:
     return out
 
 
+def _isend(x: Tensor, to: int, group: str) -> Tensor:
+    pg = resolve(group)
+    return _waitable(x.new_empty(0), dist.isend(x, dist.get_process_group_ranks(pg)[to], pg))
+
+
+def _irecv(shape: list[int], dtype: torch.dtype, device: torch.device, source: int, group: str) -> Tensor:
+    pg, out = resolve(group), torch.empty(shape, dtype=dtype, device=device)
+    return _waitable(out, dist.irecv(out, dist.get_process_group_ranks(pg)[source], pg))
+
+
+def _waitable(x: Tensor, work: Any) -> Tensor:
+    """`x`, for which `wait_tensor` waits until the work is done (which holds what it sends)."""
+    registry = torch._C._distributed_c10d  # type: ignore[attr-defined] # where functional collectives keep theirs
+    registry._register_work(x, work)
+    return x
+
+
+def _sent(handle: Tensor) -> None:
+    wait(handle)
+
+
 def _fake_slice(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return x.new_empty([n // size if i == dim else n for i, n in enumerate(x.shape)])
 
@@ -116,13 +155,23 @@ def _fake_slice(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 _lib.impl("axis_index", _axis_index, "CompositeExplicitAutograd")
 _lib.impl("own_slice", _own_slice, "CompositeExplicitAutograd")
 _lib.impl("permute", _permute, "CompositeExplicitAutograd")
+_lib.impl("isend", _isend, "CompositeExplicitAutograd")
+_lib.impl("irecv", _irecv, "CompositeExplicitAutograd")
+_lib.impl("sent", _sent, "CompositeExplicitAutograd")
 _lib.impl("own_slice", _fake_slice, "Meta")
+_lib.impl("isend", lambda x, to, group: x.new_empty(0), "Meta")
+_lib.impl("sent", lambda handle: None, "Meta")
 _lib.impl("permute", lambda x, source, group: torch.empty_like(x), "Meta")
 
 
 @torch.library.register_fake("shardlib::axis_index", lib=_lib)
 def _fake_index(group: str, device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.register_fake("shardlib::irecv", lib=_lib)
+def _fake_irecv(shape: list[int], dtype: torch.dtype, device: torch.device, source: int, group: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 # What the ops mean, for all members of a group at once: with these, simulate.py plays a mesh.
@@ -135,10 +184,10 @@ def _reduced(args: Sequence[Args]) -> Tensor:
     (x, op), others = args[0][:2], args[1:]
     if op not in REDUCE:
         raise RankError(f"`{op}` is no reduction; use {listing(REDUCE)}")
-    out = x.clone()
+    out = x.to(torch.float32) if x.is_floating_point() and x.dtype.itemsize < 4 else x.clone()
     for y in others:
         REDUCE[op](out, y[0], out=out)
-    return out.div_(len(args)) if op == "avg" else out
+    return (out.div_(len(args)) if op == "avg" else out).to(x.dtype)
 
 
 def _each(x: Tensor, n: int) -> list[Tensor]:
@@ -198,11 +247,16 @@ OWN: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+# from one member to another
+SEND, RECEIVE = torch.ops.shardlib.isend.default, torch.ops.shardlib.irecv.default
+SENT = torch.ops.shardlib.sent.default
+
+
 def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None = None) -> list[Tensor]:
     """What an op of `MEET` or `OWN` gives to each member of one group; `wait` gives what it is given.
 
     `operands`: the op's arguments on each member, in the group's order; so are the results, each a tensor of its own.
-    Sums run in that order and in the operands' dtype, so members get the same bits; `max` and `min` keep a NaN, which
+    Sums run in that order, of 16-bit values in float32, so members get the same bits; `max` and `min` keep a NaN, which
     gloo may lose. `ranks` names the members in errors. Raises `RankError` when the members disagree on shape, dtype or
     arguments, or when these make no collective.
     """
@@ -242,8 +296,9 @@ def differ(target: Any, a: Args, b: Args) -> bool:
 
 def describe(target: Any, args: Args) -> str:
     """``all_reduce(float32[4, 2], 'sum') over `dp` ``."""
-    x = f"{str(args[0].dtype).removeprefix('torch.')}{list(args[0].shape)}"
-    rest = [repr(list(a) if isinstance(a, list) else a) for a in args[1:-1]]
+    shape, dtype, *rest = (args[0].shape, args[0].dtype, *args[1:-1]) if isinstance(args[0], Tensor) else args[:-1]
+    x = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    rest = [repr(list(a) if isinstance(a, list) else a) for a in rest if not isinstance(a, torch.device)]
     axes = args[-1].rpartition("/")[2]
     return f"{target._schema.name.split('::')[1]}({', '.join([x, *rest])}) over {listing(axes.split(','))}"
 

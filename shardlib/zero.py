@@ -44,7 +44,7 @@ class Layout:
 
 def _concrete(spec: Spec, x: Any, mesh: Mesh) -> Spec:
     """The spec for the leaf `x`; of a group that is pending, the axes that the leaf is not split over."""
-    bare = global_spec(replace(spec, pending=(), stacked=x.spec.stacked), x.shape, mesh)
+    bare = global_spec(replace(spec, pending=()).noting(x.spec), x.shape, mesh)
     return replace(bare, pending=tuple(a for a in mesh.expand(spec.pending) if a not in bare.split))
 
 

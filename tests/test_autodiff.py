@@ -1,6 +1,5 @@
-"""grad, value_and_grad, remat, scan: derivatives of every order, of trees, with auxiliary results; errors."""
+"""grad, value_and_grad, scan: derivatives of every order, of trees, with auxiliary results; errors."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, jacrev, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.func import grad, jacrev, vjp
 
 import shardlib as sl
 from shardlib import collectives as c
@@ -206,106 +204,6 @@ def test_column_then_row_split_network() -> None:
 
 def net2(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x + (x @ w).tanh() @ v
-
-
-# ---- remat
-
-
-class Ops(TorchDispatchMode):
-    """Counts ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_remat_runs_again_collectives_included() -> None:
-    def block(w: Tensor, x: Tensor) -> Tensor:
-        return (x @ sl.all_gather("d e/dp -> d e", w)).tanh()
-
-    def body(w: Tensor, x: Tensor) -> Any:
-        counts = []
-        for f in (block, sl.remat(block), sl.remat(sl.remat(block))):
-            with Ops() as ops:
-                g = grad(lambda w, f=f: sl.psum(f(w, x).square().sum(), "dp"))(w)
-            counts.append((ops.counts["tanh"], ops.counts["all_gather_into_tensor"]))
-        assert counts == [(1, 1), (2, 2), (3, 3)], counts
-        return g
-
-    w = draw(3, 4)
-    found = on(body, (w, "d e/dp"), (X, "b/dp d"), out="d e/dp")
-    close(found, torch.func.grad(lambda w: (X @ w).tanh().square().sum())(w))
-
-
-def test_remat_takes_and_gives_trees() -> None:
-    def f(p: dict[str, Any], x: Tensor, *, scale: float, k: Tensor) -> Any:
-        y = x @ p["w"] * scale
-        return {"y": y, "same": p["w"], "twice": (y, y), "k": k + 1, "none": None, "n": 3, "top": y.topk(2)[1]}
-
-    def loss(f: Any, w: Tensor, x: Tensor) -> Tensor:
-        out = f({"w": w, "unused": w}, x, scale=2.0, k=torch.tensor([1, 2]))
-        assert out["n"] == 3 and out["none"] is None and out["k"].dtype == out["top"].dtype == torch.int64
-        total = out["y"].sin().sum() + (out["twice"][0] * out["twice"][1]).sum() + (out["top"] * out["k"]).sum()
-        return total + out["same"].sum()
-
-    def body(w: Tensor, x: Tensor) -> Any:
-        w, out = sl.pvary(w, "dp"), []
-        for g in (f, sl.remat(f)):
-            out.append(sl.psum(grad(lambda w, g=g: loss(g, w, x))(w), "dp"))
-        return out
-
-    a, b = on(body, (W, "d e"), (X, "b/dp d"))
-    close(a, b)
-
-
-def test_remat_without_derivatives_and_mapped() -> None:
-    def f(r: Tensor, w: Tensor) -> Tensor:
-        return (r @ w).tanh()
-
-    def body(w: Tensor, x: Tensor) -> Any:
-        plain = sl.remat(f)(x, w)
-        mapped = vmap(sl.remat(f), in_dims=(0, None))(x, w)
-        rows = vmap(grad(lambda w, r: sl.remat(f)(r, w).sum()), in_dims=(None, 0))(sl.pvary(w, "dp"), x)
-        outer = grad(lambda w: sl.psum(vmap(sl.remat(f), in_dims=(0, None))(x, w).sum(), "dp"))(w)
-        return plain, mapped, rows, outer
-
-    specs = ("b/dp e", "b/dp e", "b/dp d e", "d e")
-    plain, mapped, rows, outer = on(body, (W, "d e"), (X, "b/dp d"), out=specs)
-    close((plain, mapped), (f(X, W), f(X, W)))
-    wanted = vmap(torch.func.grad(lambda w, r: f(r, w).sum()), in_dims=(None, 0))(W, X)
-    close((rows, outer), (wanted, wanted.sum(0)))
-
-
-CLOSURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "used by an op": lambda w, x: sl.remat(lambda x: x @ w)(x),
-    "used by a collective": lambda w, x: sl.remat(lambda x: x @ sl.pvary(w, "dp"))(x),
-    "used by a pattern": lambda w, x: sl.remat(lambda x: sl.einsum("b/dp d, d e -> b/dp e", x, w))(x),
-    "in a derivative within": lambda w, x: grad(lambda x: sl.remat(lambda x: x @ w)(x).sum())(x),
-    "of an outer derivative": lambda w, x: grad(lambda y: sl.remat(lambda y: (y @ w).sum())(y))(x) @ w,
-    "in remat within remat": lambda w, x: sl.remat(lambda x: sl.remat(lambda x: x @ w)(x))(x),
-}
-
-
-@pytest.mark.parametrize("name", CLOSURES)
-def test_remat_refuses_what_is_captured_and_differentiated(name: str) -> None:
-    def body(w: Tensor, x: Tensor) -> Tensor:
-        return grad(lambda w: sl.psum(CLOSURES[name](w, x).sum(), "dp"))(w)
-
-    with pytest.raises(
-        sl.SpecError, match=r"remat captured a value that is being differentiated .*\n  Pass it as an argument"
-    ):
-        on(body, (W, "d e"), (X, "b/dp d"))
-
-
-def test_remat_may_capture_constants() -> None:
-    def body(w: Tensor, x: Tensor) -> Tensor:
-        return grad(lambda w: sl.psum(sl.remat(lambda w: x @ w * w.shape[0])(w).square().sum(), "dp"))(w)
-
-    close(on(body, (W, "d e"), (X, "b/dp d")), torch.func.grad(lambda w: (X @ w * 3).square().sum())(W))
 
 
 # ---- scan

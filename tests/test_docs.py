@@ -3,6 +3,8 @@
 import inspect
 import re
 import runpy
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 @pytest.fixture(autouse=True)
-def no_mesh_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages make a mesh the current one until changed."""
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages make a mesh the current one until changed, and take SIGTERM over."""
     monkeypatch.setattr(mesh, "_current", [])
+    held = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, held)
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import hybrid_sharding
 import lora
+import pipeline_3d
 import shardlib as sl
 import tied_gpt
 from matmul_25d import matmul_25d, test_matmul_25d, test_summa, test_traffic  # noqa: F401  # as a user's repository has them
@@ -51,6 +52,16 @@ def test_tied_gpt_goes_on_where_it_stopped(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "step-00000002")  # as if it had stopped before
     again = tied_gpt.train(tmp_path, mesh, 2, save_every=1).value
     assert torch.equal(again, whole) and torch.isfinite(whole) and (tmp_path / "step-00000002").exists()
+
+
+# ---- three axes
+
+
+def test_pipeline_3d_is_what_it_is_on_one_rank() -> None:
+    """Two steps with dropout and clipping, in float32."""
+    meshes = (sl.make_mesh(dp=2, tp=2, pp=2, simulate=True), sl.make_mesh(dp=1, tp=1, pp=1, simulate=True))
+    found, wanted = (pipeline_3d.train(mesh, pipeline_3d.SCHEDULES["one_f_one_b"], 2) for mesh in meshes)
+    assert found == pytest.approx(wanted, rel=1e-4) and found[1] < found[0]
 
 
 # ---- layouts for nodes of GPUs

@@ -143,3 +143,20 @@ def test_dtypes(dtype: torch.dtype):
             run(*(sl.shard(v, "n/dp") for v in (x, y)))
         with pytest.raises(sl.ShardError, match="on ranks 2, 3: a NaN made by `div` at"):
             run(*(sl.shard(v * (y != 0), "n/dp") for v in (x, y)))
+
+
+def test_what_a_turn_sends_is_named():
+    """The sum's wait has left the turn; the infinity is the turn's."""
+
+    def f(x: Tensor, ws: Tensor) -> Tensor:
+        _, ys = sl.scan(lambda c, w: (c, sl.psum(w / c, "dp")), x, ws)
+        return ys
+
+    with sl.make_mesh(dp=2, simulate=True):
+        run = sl.jit(sl.shard_map(f, in_specs=("n/dp", "layers n/dp"), out_specs="layers n"), passes=CHECKED)
+        args = sl.shard(torch.tensor([1.0, 2.0]), "n/dp"), sl.shard(torch.ones(3, 2), "layers n/dp")
+        assert run(*args).shape == (3, 1)
+        with pytest.raises(
+            sl.ShardError, match=r"on rank 1 \(dp=1\): an infinity made by `div` in the forward pass at"
+        ):
+            run(sl.shard(torch.tensor([1.0, 0.0]), "n/dp"), args[1])

@@ -13,27 +13,38 @@ ROOT = Path(__file__).parent.parent / "shardlib"
 LAYERS = [
     ["errors"],
     ["spec"],  # the grammar; pure strings
+    [  # pure data
+        "pipeline.actions",
+        "pipeline.order",
+        "pipeline.draw",
+        "pipeline.schedule",
+        "pipeline.schedules",
+    ],
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
-    ["mesh"],
+    ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "saves", "chunks", "phases", "contract", "heap"],  # know nothing of shardlib's types
-    ["wire", "processes"],  # what crosses between processes
+    ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array"],  # leaves at rest
-    ["checkpoint"],
+    ["checkpoint", "monitor"],
     ["types", "flow"],  # the four types, by data flow
     ["collectives", "broadcast", "ragged"],  # in transpose pairs
     ["insert"],  # pvary where types meet
     ["patterns", "sharding"],  # names and axes against values; reshard and gather inside
-    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug"],
+    ["mean", "norms", "ops", "dropout", "fused", "vocab", "debug", "policy", "replay"],
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "zero"],  # trees at rest; layouts
-    ["autodiff", "custom"],
-    ["optim.schedules", "optim.base", "optim.adamw", "optim.sgd", "optim.combine", "optim.average"],
-    ["graph.lines", "graph.nodes", "graph.fuse", "graph.trace"],
+    ["autodiff", "remat", "custom"],
+    ["optim.schedules", "optim.base", "optim.layers"],
+    ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
+    ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],
+    ["loss_scale", "precision"],
+    ["graph.lines", "graph.nodes", "graph.fuse", "graph.record", "graph.trace"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
         "graph.regather",
+        "graph.recompute",
         "graph.buckets",
         "graph.hoist",
         "graph.overlap",
@@ -43,13 +54,14 @@ LAYERS = [
         "graph.finite",
         "passes",
     ],
-    ["graph.program"],
+    ["graph.captured", "graph.program"],
     ["graph.timeline", "graph.text", "graph.memory"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
-    ["cli.hang", "cli.command", "__main__"],
+    ["cli.hang", "cli.hosts", "cli.agent", "cli.fleet", "cli.run", "cli.link", "cli.doctor", "cli.command", "__main__"],
     ["jit", "profile"],
     ["analysis", "accumulate"],
+    ["pipeline.stages", "pipeline.arguments", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [
@@ -69,21 +81,27 @@ ORDER = [name for layer in LAYERS for name in layer]
 PRIVATE = {
     "array": "wrapper tensors",
     "tree": "the pytree registry of torch.func",
+    "watch": "the store of the default process group",
     "mesh": "the registry of process groups by name",
     "wire": "functional collectives",
     "simulate": "dispatch modes",
     "types": "functorch's wrappers",
     "flow": "dispatch modes",
+    "policy": "dispatch modes",
     "collectives": "functorch's levels",
     "insert": "function modes",
     "fused": "functorch's levels",
     "autodiff": "functorch's levels",
+    "remat": "functorch's levels",
+    "replay": "storages",
     "custom": "functorch's levels",
     "shard_map": "fake tensors",
     "state": "fake tensors",
     "checkpoint": "fake tensors",
     "debug": "functorch's wrappers, fake tensors",
     "graph.lines": "autograd's numbers of operations",
+    "graph.nodes": "fake tensors",
+    "graph.record": "dispatch modes, fake tensors, make_fx",
     "graph.trace": "fake tensors, make_fx",
     "scan": "functorch's levels",
     "graph.program": "Inductor",

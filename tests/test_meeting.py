@@ -1,5 +1,7 @@
 """Before a program first runs on several processes, they compare what they call and what it sends."""
 
+import contextlib
+import io
 import re
 from typing import Any
 
@@ -101,6 +103,73 @@ def test_collectives_that_cannot_meet_are_refused_without_debug():
     first, second = on_ranks(2, body)
     assert first == second and "number 1 is\n  rank 0: psum `" in first
     assert re.search(r"rank 1: psum `\w+` over `dp`, float32\[4\]", first)
+
+
+MISMATCHES: dict[str, tuple[Any, ...]] = {
+    "order": (
+        lambda x: sl.pmax(x, "dp") + sl.psum(x[:1], "dp"),
+        lambda x: sl.psum(x[:1], "dp") + sl.pmax(x, "dp"),
+        r"pmax `\w+` over `dp`, float32\[2\]",
+        r"psum `\w+` over `dp`, float32\[1\]",
+    ),
+    "op": (
+        lambda x: sl.psum(x, "dp"),
+        lambda x: sl.pmax(x, "dp"),
+        r"psum `0` over `dp`, float32\[2\]",
+        r"pmax `0` over `dp`, float32\[2\]",
+    ),
+    "axis": (
+        lambda x: sl.psum(x + sl.axis_index("tp"), ("dp", "tp")),
+        lambda x: sl.psum(sl.psum(x + sl.axis_index("tp"), "tp"), "dp"),
+        r"psum `\w+` over `dp,tp`, float32\[2\]",
+        r"psum `\w+` over `tp`, float32\[2\]",
+    ),
+    "dtype": (
+        lambda x: sl.psum(x.double(), "dp").float(),
+        lambda x: sl.psum(x, "dp"),
+        r"psum `0` over `dp`, float64\[2\]",
+        r"psum `0` over `dp`, float32\[2\]",
+    ),
+    "shape": (
+        lambda x: sl.psum(x.sum(), "dp") + x,
+        lambda x: sl.psum(x, "dp"),
+        r"psum `0` over `dp`, float32\[\]",
+        r"psum `0` over `dp`, float32\[2\]",
+    ),
+    "who sends to whom": (
+        lambda x: sl.ppermute(x, "dp", [(0, 1)]),
+        lambda x: sl.ppermute(x, "dp", [(1, 0)]),
+        r"ppermute `0` over `dp`, float32\[2\], test_meeting.py:\d+ \(with \[\[-1, 0\]\]\)",
+        r"ppermute `0` over `dp`, float32\[2\], test_meeting.py:\d+ \(with \[\[1, -1\]\]\)",
+    ),
+    "a turn of a loop": (
+        lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=3)[0],
+        lambda x: sl.scan(lambda c, _: (sl.psum(c, "dp") + x, None), x, None, length=4)[0],
+        r"psum `0` over `dp`, float32\[2\], .* 2 times in layer\w*\)",
+        r"psum `0` over `dp`, float32\[2\], .* 3 times in layer\w*\)",
+    ),
+}
+
+
+def test_mismatches_are_refused_before_anything_is_sent(tmp_path):
+    """Each kind on all ranks at once, without the debug mode; with programs from files, too."""
+    cases = [(name, None) for name in MISMATCHES] + [("a turn of a loop", tmp_path)] * 2
+
+    def body() -> list[str]:
+        said = []
+        with sl.make_mesh(dp=2, tp=2, timeout=30) as mesh, contextlib.redirect_stderr(io.StringIO()):
+            for name, cache in cases:
+                f = MISMATCHES[name][int(mesh.rank == 3)]
+                run = sl.jit(sl.shard_map(f, in_specs="n/dp", out_specs="n/dp"), cache=cache)
+                said.append(raised(lambda run=run: run(ones())))
+        return said
+
+    first, *others = on_ranks(4, body)
+    assert others == [first] * 3
+    for (name, _), text in zip(cases, first, strict=True):
+        want = "RankError: ranks disagree on the collectives of `<lambda>`; number [12] is\n"
+        want += "  ranks 0, 1, 2: {}.*\n  rank 3: {}".format(*MISMATCHES[name][2:])
+        assert re.match(want, text), (name, text)
 
 
 def test_one_rank_fails_while_it_traces():

@@ -1,5 +1,7 @@
 """scan inside jit: its body is traced once and called; values, gradients and types are those of the loop."""
 
+import contextlib
+import io
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -7,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib import passes, tree
+from shardlib import log, passes, tree
+from shardlib.cli.hang import report
 from shardlib.graph.nodes import STARTS
 from shardlib.scan import lifted
 from tests.ranks import on_ranks
@@ -56,7 +60,7 @@ def loss_of(counted: Counted, remat: bool) -> Callable[..., sl.Mean]:
     return loss
 
 
-def trained(jitted: bool, stage: int, remat: bool, accumulate: int, backend: str = "graph") -> tuple[Any, int, Any]:
+def trained(jitted: bool, stage: int, remat: bool, accumulate: int, **options: Any) -> tuple[Any, int, Any]:
     """State and loss after two steps, how often the body ran, and the program."""
     counted = Counted()
     specs = (sl.specs(Layers), "model")
@@ -64,10 +68,10 @@ def trained(jitted: bool, stage: int, remat: bool, accumulate: int, backend: str
     step = sl.step(loss_of(counted, remat), sl.optim.sgd(0.1), layout=layout, accumulate=accumulate)
     params = Layers(w=draw(LAYERS, 6, 4), out=draw(LAYERS, 4, 6)), draw(6)
     state, batch = step.init(sl.shard(params, specs)), sl.shard(draw(8, 6), "batch/dp model")
-    run = sl.jit(step, donate_argnums=0, backend=backend) if jitted else step
-    program = run.lower(state, batch) if jitted else None
+    run = sl.jit(step, donate_argnums=0, **options) if jitted else step
     for _ in range(2):
         state, metrics = run(state, batch)
+    program = run.traces[0] if jitted else None
     return [*tree.leaves(sl.gather(state.params)), metrics["loss"]], counted.calls, program
 
 
@@ -98,6 +102,48 @@ def test_on_processes():
     for got in on_ranks(2, body):
         for a, b in zip(plain, got, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_logs_profiles_and_files_of_processes(monkeypatch, tmp_path):
+    """What a turn starts and its caller waits for is running until then, also where turns overlap."""
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        plain = trained(False, 3, True, 2)[0]
+
+    def body() -> Any:
+        with sl.make_mesh(dp=2, tp=1, timeout=30), contextlib.redirect_stderr(io.StringIO()) as said:
+            runs = [trained(True, 3, True, 2, cache=tmp_path / "programs") for _ in range(2)]
+            specs = (sl.specs(Layers), "model")
+            step = sl.step(loss_of(Counted(), True), sl.optim.sgd(0.1), layout=sl.zero(specs, stage=3))
+            state = step.init(sl.shard((Layers(w=draw(LAYERS, 6, 4), out=draw(LAYERS, 4, 6)), draw(6)), specs))
+            found = sl.profile(sl.jit(step), state, sl.shard(draw(8, 6), "batch/dp model"), steps=1)
+            return [r[0] for r in runs], [r[1] for r in runs], found.waits, said.getvalue()
+
+    monkeypatch.setenv("SHARDLIB_LOG", str(tmp_path / "logs"))
+    monkeypatch.setenv("SHARDLIB_DEBUG", "1")
+    for rank, (runs, calls, waits, said) in enumerate(on_ranks(2, body)):
+        for got in runs:
+            for a, b in zip(plain, got, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        assert calls == [0 if rank else 5, 0] and said == ""  # the first rank traces for all, the next run not at all
+        assert sum("psum_scatter over dp" in name for name in waits) == 1 and not any("wait" in name for name in waits)
+    logs = log.read(tmp_path / "logs")
+    for lines in logs.values():
+        running, most = [], 0
+        for line in lines:
+            running += [line.number] * (line.event == "start")
+            if line.event == "done":
+                running.remove(line.number)
+            most = max(most, len(running))
+        assert running == [] and most >= LAYERS - 1
+    assert report(logs)[0] == "no rank waits for a collective"
+
+
+def test_the_schedule_hides_what_turns_send():
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        program = trained(True, 3, True, 1)[2]
+    found = program.timeline(sl.Hardware(flops=1e6, memory=1e6, link=1e9, latency=0.0))
+    sums = [c for c in found.collectives if c.op == "psum_scatter"]
+    assert len(sums) == LAYERS + 1 and [c.exposed > 0 for c in sums[: LAYERS - 1]] == [False] * (LAYERS - 1)
 
 
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
@@ -136,6 +182,8 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "integers beside": lambda c, x: (torch.where(torch.arange(3) > 0, c * x, c), None),
     "two results are one": lambda c, x: (c * x, c * x),
     "the carry as it was": lambda c, x: (c, c * x),
+    "in place": lambda c, x: ((c * x).sin_().mul_(2), (x * 2).exp_()),
+    "in place into views": lambda c, x: ((c * x).sin_(), (x * 1).view(3, 1)[1:].cos_()),
 }
 
 
@@ -156,6 +204,48 @@ def test_bodies(name):
     plain, got = (on_dp(body, *args, out=out, jitted=j) for j in (False, True))
     for a, b in zip(tree.leaves(plain), tree.leaves(got), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def normed(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x @ w, (6,))
+
+
+def attended(x: Tensor, w: Tensor) -> Tensor:
+    q = (x @ w)[:, None]
+    return x + F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+def sorted_(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).topk(6).values - x.max(-1, keepdim=True).values
+
+
+def scanned(x: Tensor, w: Tensor) -> Tensor:
+    last, ys = sl.scan(lambda x, w: (torch.tanh(x @ w), x.sum(-1, keepdim=True)), x, torch.stack([w, w / 2, w.T]))
+    return last + ys.sum(0)
+
+
+ROWS = [normed, attended, sorted_, scanned, sl.remat(scanned), partial(sl.remat(attended))]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
+def test_ops_of_several_results_and_loops_in_loops_are_traced_once(row):
+    """What the backward pass alone reads (the statistics of a norm) is kept, one by one."""
+
+    def body(x: Tensor, ws: Tensor) -> Any:
+        def loss(x: Tensor, ws: Tensor) -> Tensor:
+            return sl.psum(sl.scan(lambda x, w: (row(x, w), None), x, ws)[0].square().sum(), "dp")
+
+        return sl.value_and_grad(loss, (0, 1))(x, ws)
+
+    with sl.make_mesh(dp=2, simulate=True):
+        specs = "b/dp s m", "layers m n"
+        run = sl.shard_map(body, in_specs=specs, out_specs=("", specs))
+        args = [sl.shard(x, s) for x, s in zip((draw(4, 3, 6), draw(3, 6, 6)), specs, strict=True)]
+        jitted = sl.jit(run)
+        for a, b in zip(*(tree.leaves(sl.gather(f(*args))) for f in (run, jitted)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        calls = [n.target for n in jitted.traces[0].module.graph.nodes if n.op == "call_module"]
+    assert len(calls) == 2 * 3
 
 
 def test_what_must_happen_in_every_turn_does():
@@ -259,3 +349,34 @@ def test_hoist_is_bitwise():
             state, _ = sl.jit(step, passes=use)(state, batch)
             found.append(tree.leaves(sl.gather(state.params)))
     assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
+
+
+def counting(nested: bool) -> Callable[..., sl.Mean]:
+    """A loss whose weight is counted in a loop."""
+
+    def count(seen: Tensor, x: Tensor) -> Any:
+        return seen + (x.abs() > 0.25).double().sum() * torch.tensor(2.0), None
+
+    def counts(seen: Tensor, x: Tensor) -> Any:
+        return sl.scan(count, seen, torch.stack([x, x]))[0], None
+
+    def loss(w: Tensor, batch: Tensor) -> sl.Mean:
+        seen, _ = sl.scan(counts if nested else count, batch[0].sum() * 0, batch)
+        h, _ = sl.scan(lambda h, x: (h + x * w, None), batch[0] * 0, batch)
+        return sl.Mean(*sl.pending(((h**2).sum(), seen), "dp"))
+
+    return loss
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_weight_may_come_out_of_a_loop(nested: bool):
+    with sl.make_mesh(dp=2, simulate=True):
+        step = sl.step(counting(nested), sl.optim.sgd(0.1))
+        state, batch = step.init(sl.shard(draw(3), "model")), sl.shard(draw(4, 8, 3), "seq batch/dp model")
+        plain, got = step(state, batch), sl.jit(step)(state, batch)
+        assert (
+            float(got[1]["tokens"])
+            == float(plain[1]["tokens"])
+            == (1 + nested) * 2 * (draw(4, 8, 3).abs() > 0.25).sum()
+        )
+        torch.testing.assert_close(sl.gather(got[0].params), sl.gather(plain[0].params), rtol=1e-12, atol=1e-12)

@@ -454,8 +454,10 @@ def test_default_init_has_variance_one_over_fan_in() -> None:
     w = sl.init(Weights, sizes=dict(model=64, hidden=96, heads=8, head=16), key=sl.random.key(0), mesh=mesh(a=2))
     for leaf, fan_in in ((w.two, 64), (w.more, 64), (w.said, 128)):
         assert abs(leaf.shards[0].std().item() * fan_in**0.5 - 1) < 0.05
-    with pytest.raises(sl.SpecError, match="must name every dimension once"):
-        sl.spec("heads head model", matrix="heads -> model")
+    assert sl.specs(Weights).said.matrix == (("heads", "head"), ("model",)) and sl.spec("3 m n", matrix="m -> n")
+    for bad in ("heads heads -> model", "heads -> model mode", "-> model"):
+        with pytest.raises(sl.SpecError, match="must name dimensions of the leaf on both sides, each once"):
+            sl.spec("heads head model", matrix=bad)
 
 
 def test_init_of_trees_and_tuples_of_classes() -> None:

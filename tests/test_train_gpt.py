@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,14 @@ def records(out: Path) -> list[dict]:
 
 def losses(out: Path) -> list[float]:
     return [r["loss"] if "loss" in r else r["val_loss"] for r in records(out)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sigterm_stays():
+    """The example takes it over."""
+    held = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, held)
 
 
 @pytest.fixture(scope="module")

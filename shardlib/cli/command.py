@@ -1,11 +1,15 @@
-"""The command `shardlib`: `shardlib hang DIR`."""
+"""The command `shardlib`: `run`, `doctor`, `hang`."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from shardlib.cli import hang
+from shardlib.cli import doctor, hang, run
 
-COMMANDS = {"hang": (hang, "which rank of a hung run did not reach which collective")}
+COMMANDS = {
+    "run": (run, "start the ranks of a run, here or on the hosts of a hostfile"),
+    "doctor": (doctor, "check this machine, or the hosts of a hostfile, and say what to mend"),
+    "hang": (hang, "which rank of a hung run did not reach which collective"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

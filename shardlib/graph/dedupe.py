@@ -21,7 +21,7 @@ def dedupe(module: GraphModule) -> GraphModule:
     for node in list(module.graph.nodes):
         if node in pinned or not (node.target in STARTS or node.target in ARRANGE or node.target is WAIT):
             continue
-        key = (node.target, str(node.args), str(node.kwargs), node.meta.get("remat"))
+        key = (node.target, node.args, frozenset(node.kwargs.items()), node.meta.get("remat"))
         same = first.setdefault(key, node)
         if same is not node:
             node.replace_all_uses_with(same)

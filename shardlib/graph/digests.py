@@ -30,12 +30,15 @@ def place(node: Node) -> list[str]:
 
 
 def fingerprint(module: GraphModule, strict: bool) -> list[str]:
-    """A line for every collective: op, axis, shape, dtype; `strict`: name, too, and a digest of what computes it."""
+    """A line for every collective, in parts: graph, op, axis, shape, dtype, how often; its other arguments (who sends
+    to whom); `strict`: its name, and a digest of what computes it."""
     made = _digests(module, {}) if strict else {}
     lines = []
     for node, one in sends(module).items():
-        line = f"{one.graph} {one.op} {one.axis} {list(one.shape)} {one.dtype} x{one.times}"
-        lines.append(f"{line} {one.name} {made[node]}" if strict else line)
+        parts = [f"{one.op} over {one.axis} of {list(one.shape)} {one.dtype}, {one.times} times in {one.graph}"]
+        parts.append(f"with {[*node.args[1:-1]]}")
+        parts += [one.name, f"computed as {made[node]}"] if strict else []
+        lines.append("\t".join(parts))
     return lines
 
 

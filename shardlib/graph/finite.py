@@ -13,7 +13,7 @@ from torch.fx.node import has_side_effect
 from shardlib import wire
 from shardlib.errors import ShardError
 from shardlib.graph.lines import said_at
-from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, emit, inputs, op_name, outputs, roots
+from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, emit, inputs, op_name, outputs, roots, waits
 from shardlib.mesh import current_mesh
 from shardlib.phases import part_of
 
@@ -61,7 +61,7 @@ class _Table:
     a graph as many as that. `slots`, `texts`: from which place on which of `told` says what is there."""
 
     def __init__(self, module: GraphModule) -> None:
-        self.module, self.roots = module, roots(module.graph)
+        self.module, self.roots, self.waits = module, roots(module.graph), waits(module)
         self.states: list[Node] = []
         self.operands: list[list[int]] = []  # the values that each is made of
         self.places: list[int] = []
@@ -87,8 +87,8 @@ class _Table:
         read = [n for n in node.all_input_nodes if n not in written or n in node.args]  # out= is not read
         operands = sorted({self.at[r] for n in read for r in self.roots[n] if r in self.at})
         if node.target is WAIT:
-            start = arg(node)
-            self.take(node, start, [self.at[r] for r in self.roots[arg(start)] if r in self.at], node.next)
+            start = self.waits.get(node) or arg(node)  # the start of another graph has shown its operands there
+            self.take(node, start, [self.at[r] for r in self.roots.get(arg(start), ()) if r in self.at], node.next)
         elif written:
             for x in written:
                 self.take(x, node, operands, node.next)
@@ -134,7 +134,7 @@ class _Table:
 
     def first(self) -> Node:
         """The node that says what came first, a code."""
-        last = [n for n in outputs(self.module.graph) if isinstance(n, Node)]
+        last = [arg(n) if n.target in STARTS else n for n in outputs(self.module.graph) if isinstance(n, Node)]
         leaving = sorted({self.at[r] for n in last for r in self.roots[n] if r in self.at})
         seen = (self.states, self.operands, self.given, leaving, self.calls, self.places)
         return emit_before(

@@ -5,11 +5,13 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
 from shardlib.graph.fuse import Island
-from shardlib.graph.nodes import STARTS, arg, dead_code, emit, inputs, positions, roots, size_of
+from shardlib.graph.nodes import STARTS, WAIT, arg, dead_code, emit, inputs, positions, roots, size_of
+from shardlib.switch import Switch
+from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
@@ -27,7 +29,7 @@ def in_place(module: GraphModule) -> GraphModule:
     in the graph of a micro-batch, to which the last one's is given. The gradient of logits goes where they were. Saves
     a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
-    storages = _Storages(module)
+    storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         if node.target is _ADAMW:
             _update(node, storages)
@@ -46,7 +48,7 @@ def reuse(module: GraphModule) -> GraphModule:
 
     Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
     """
-    storages = _Storages(module)
+    storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         _written_into(node, "call_function", storages)
     return dead_code(module)
@@ -55,12 +57,12 @@ def reuse(module: GraphModule) -> GraphModule:
 class _Storages:
     """Which storages nothing reads any more after a node. Each is taken once."""
 
-    def __init__(self, module: GraphModule) -> None:
-        self.order = positions(module.graph)
-        self.roots = roots(module.graph)
+    def __init__(self, graph: Graph) -> None:
+        self.order = positions(graph)
+        self.roots = roots(graph)
         self.readers: dict[Node, set[Node]] = {}
         for node, held in self.roots.items():
-            reads = {w for u in node.users for w in (u, *(u.users if u.target in STARTS else ()))}  # up to its wait
+            reads = {w for u in node.users for w in (u, *_waits(u))}
             for root in held:
                 self.readers.setdefault(root, set()).update(reads)
 
@@ -79,6 +81,17 @@ class _Storages:
         own = "donated" in x.meta if x.op == "placeholder" else x.op == "call_function"
         later = (u for u in self.readers[x] if u is not at and u not in besides)
         return own and all(self.order[u] < self.order[at] for u in later)
+
+    def within(self, x: Any, at: Node) -> list[Any]:
+        """The arguments of `at` that lie in the storage of `x`: views of it, too."""
+        return [a for a in (*at.args, *at.kwargs.values()) if isinstance(a, Node) and x in self.roots[a]]
+
+
+def _waits(node: Node) -> set[Node]:
+    """Until when a collective reads its operand, and a called graph that hands one back what it was given."""
+    if node.op == "call_module":
+        return {w for item in node.users for w in item.users if w.target is WAIT}
+    return {*node.users} if node.target in STARTS or node.target is SEND else set()
 
 
 def _alike(x: Any, y: Any) -> bool:
@@ -107,7 +120,8 @@ def _written_into(node: Node, kind: str, storages: _Storages) -> None:
     """The result of an element-wise op written into the first operand of a kind of node that may be."""
     found = _into(node.target)
     operands = (x for x in node.all_input_nodes if found and x.op == kind and _alike(x, node))
-    operand = next((x for x in operands if storages.take(node, [x])), None)
+    alone = (x for x in operands if {*storages.within(x, node)} == {x})  # no other part of it is read beside
+    operand = next((x for x in alone if storages.take(node, [x])), None)
     if found is None or operand is None:
         return
     op, name = found
@@ -128,7 +142,7 @@ def _update(node: Node, storages: _Storages) -> None:
         return
     if not all(_alike(x, y) for x, y in ((p, sums[0]), (m, results.get(1)), (v, results.get(2)))):
         return
-    if not storages.take(node, [p, m, v], {sums[0]}):
+    if any(storages.within(x, node) != [x] for x in (p, m, v)) or not storages.take(node, [p, m, v], {sums[0]}):
         return
     with node.graph.inserting_before(node):
         emit(_ADAMW_, node.args, node)
@@ -152,13 +166,22 @@ def _over_logits(node: Node, storages: _Storages) -> None:
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
     """Donate to the called graphs what no caller reads after a call, and write into that."""
-    calls: dict[Any, list[Node]] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_module" and not isinstance(module.get_submodule(node.target), Island):
-            calls.setdefault(node.target, []).append(node)
+    _give(module, [(module.graph, storages)])
+    for child in module.children():
+        if isinstance(child, Switch):
+            _give(child, [(turn, _Storages(turn)) for turn in child.turns])
+
+
+def _give(module: GraphModule, callers: list[tuple[Graph, _Storages]]) -> None:
+    calls: dict[Any, list[tuple[Node, _Storages]]] = {}
+    for graph, storages in callers:
+        for node in graph.nodes:
+            if node.op == "call_module" and not isinstance(module.get_submodule(node.target), (Island, Switch)):
+                calls.setdefault(node.target, []).append((node, storages))
     for target, sites in calls.items():
         child: Any = module.get_submodule(target)
         for i, placeholder in enumerate(inputs(child.graph)):
-            if all(storages.ends(site.args[i], site) for site in sites):
+            given = [(site.args[i], site, storages) for site, storages in sites]
+            if all(storages.ends(x, site) and storages.within(x, site) == [x] for x, site, storages in given):
                 placeholder.meta["donated"] = True
         module.set_submodule(target, in_place(child))

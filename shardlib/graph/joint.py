@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that is being traced has no public name
 
 from shardlib import tree
-from shardlib.autodiff import as_gradient, distinct, dual
+from shardlib.autodiff import as_gradient, dual
 from shardlib.errors import SpecError
 from shardlib.graph.nodes import (
     ARRANGE,
@@ -29,6 +29,7 @@ from shardlib.graph.nodes import (
 )
 from shardlib.graph.trace import Meta, meta, trace
 from shardlib.insert import per_device
+from shardlib.remat import distinct
 from shardlib.types import Region
 
 aten = torch.ops.aten
@@ -54,9 +55,17 @@ class Joint:
     gradients: list[Meta]
 
 
-def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequence[int], name: str) -> Joint:
+def joint(
+    f: Callable[..., Any],
+    here: Region,
+    metas: Sequence[Meta],
+    at: Sequence[int],
+    name: str,
+    of: Callable[[Any], Any] = lambda out: out,
+) -> Joint:
     """Trace `f`, a per-device function of flat tensors, and its derivative by the inputs `at`.
 
+    `of`: the first part of the result, which is what is differentiated.
     Kept is what the backward pass reads of the forward one, but for views, which are made again, and gathered
     parameters, which are gathered again. Raises `SpecError` where `f` writes in place.
     """
@@ -65,6 +74,7 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
     def run(*xs: Tensor) -> list[Tensor]:
         with per_device(here.mesh) as inner:
             inner.where, inner.sizes, inner.bound_by = here.where, dict(here.sizes), dict(here.bound_by)
+            inner.reduce = here.reduce
             for x, m in zip(xs, metas, strict=True):
                 inner.entered.add(x.untyped_storage()._cdata)
                 m.label(inner, x)
@@ -73,9 +83,11 @@ def joint(f: Callable[..., Any], here: Region, metas: Sequence[Meta], at: Sequen
                 full = list(xs)
                 for i, x in zip(at, diff, strict=True):
                     full[i] = x
-                flat, found["structure"] = tree.flatten(f(*full))
+                out = f(*full)
+                flat, found["structure"] = tree.flatten(out)
                 flat = distinct(flat, xs)
-                found["floats"] = [i for i, y in enumerate(flat) if y.is_floating_point() and at]
+                first = flat[: len(tree.leaves(of(out)))]
+                found["floats"] = [i for i, y in enumerate(first) if y.is_floating_point() and at]
                 rest = tuple(y for i, y in enumerate(flat) if i not in found["floats"])
                 return tuple(flat[i] for i in found["floats"]), rest
 
@@ -128,11 +140,18 @@ def _cut(module: GraphModule, results: int, cotangents: int) -> tuple[GraphModul
     first = ancestors(ends[:results])
     acting = [n for n in order if acts(n)]
     first |= {n for n in acting if first.issuperset(n.all_input_nodes)}
+    held = roots(module.graph)
+    for i, n in enumerate(order):
+        into = {r for a in aliased(n, written=True) for r in held[a]} if n in first else set()
+        if into:  # what is read before it is written (a copy, which the second pass wants) is read in the first
+            first |= ancestors(m for m in order[:i] if any(held[a] & into for a in m.all_input_nodes))
+        if n.target is getitem and arg(n) in first:  # of several results all, also those that the second alone reads
+            first.add(n)
     stand_ins = {n.meta["cotangent"]: n for n in order if "cotangent" in n.meta}
     second = ancestors([*ends[results:], *acting]) - first - {*given} - {*stand_ins.values()}
     read = [a for n in order if n in second for a in n.all_input_nodes] + ends[results:]
     for a in read:  # grows
-        if a not in second and a in first and _again(a):
+        if a not in second and a in first and again(a):
             second.add(a)
             read += a.all_input_nodes
     _refuse_writes_across(module.graph, first, second)
@@ -155,8 +174,11 @@ def _refuse_writes_across(graph: Graph, first: set[Node], second: set[Node]) -> 
             raise SpecError("a layer writes into a value that both passes read")
 
 
-def _again(node: Node) -> bool:
-    """Whether a value of the forward pass is made again: views cost nothing, gathered parameters are not kept."""
+def again(node: Node) -> bool:
+    """Whether a value of the forward pass is made again: views cost nothing, gathered parameters are not kept, if no
+    policy of `remat` says so."""
+    if "kept" in node.meta:
+        return False
     while (node.target is aten.clone.default and _arranges(node)) or node.target is WAIT:
         node = arg(node)  # a gathered parameter may have been put in order
     if STARTS.get(node.target) == "all_gather":

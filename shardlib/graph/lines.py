@@ -3,6 +3,7 @@
 import linecache
 import re
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,31 +18,35 @@ _ENGINE = ("_engine_run_backward", torch.autograd.graph.__file__)
 _LIBRARY, _USERS, _AUTOGRAD = range(3)  # whose code a frame runs
 
 
-def note_lines(tracer: Any, start: FrameType) -> None:
-    """Nodes that `tracer` makes from now on have the user's calls since `start` in `stack_trace`, innermost last.
+class Lines:
+    """The user's calls since a frame, noted on nodes as they are made: `stack_trace`, innermost last.
 
     A node of a backward pass has those of what it is the derivative of: autograd numbers operations as they are made,
     and says for which one it runs.
     """
-    create = tracer.create_node
-    made: dict[int, str] = {}
-    whose: dict[CodeType, int] = {}
-    counted = _get_sequence_nr()
 
-    def create_node(*args: Any, **kwargs: Any) -> Node:
-        nonlocal counted
-        node = create(*args, **kwargs)
-        said = _users_calls(sys._getframe(1), start, whose)
-        if said is None:
-            said = made.get(torch._C._current_autograd_node()._sequence_nr(), "")
-        now = _get_sequence_nr()
-        made.update(dict.fromkeys(range(counted, now), said))
-        counted = now
-        if said:
-            node.stack_trace = said
-        return node
+    def __init__(self, start: FrameType) -> None:
+        self.start = start
+        self.made: dict[int, str] = {}
+        self.whose: dict[CodeType, int] = {}
+        self.counted = _get_sequence_nr()
 
-    tracer.create_node = create_node
+    def noted(self, create: Callable[..., Node]) -> Callable[..., Node]:
+        """`create`, which makes a node, and notes."""
+
+        def create_node(*args: Any, **kwargs: Any) -> Node:
+            node = create(*args, **kwargs)
+            said = _users_calls(sys._getframe(1), self.start, self.whose)
+            if said is None:
+                said = self.made.get(torch._C._current_autograd_node()._sequence_nr(), "")
+            now = _get_sequence_nr()
+            self.made.update(dict.fromkeys(range(self.counted, now), said))
+            self.counted = now
+            if said:
+                node.stack_trace = said
+            return node
+
+        return create_node
 
 
 def _users_calls(frame: FrameType | None, start: FrameType, whose: dict[CodeType, int]) -> str | None:

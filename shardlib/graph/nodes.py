@@ -1,22 +1,27 @@
 """Nodes of traced graphs: what shares memory with what, what nothing needs, what a pass may move."""
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence, Set
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager  # what shows the shapes of nodes
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from shardlib import debug as debug  # defines an op
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
+from shardlib.policy import SAVE_NAME
+from shardlib.switch import Switch
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, SAVE_NAME}
 _VIEWS = {
     torch.ops.aten.view.default,
     torch.ops.aten._unsafe_view.default,
@@ -34,38 +39,59 @@ def _nodes(arg: Any) -> list[Node]:
     return [a for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, Node)]
 
 
+class _Shared(NamedTuple):
+    """Which arguments of an op, by position and name, its result may share memory with (`same`) or it writes into.
+    `unless`: the position of an argument without which it writes into none. `returns`: whether it gives anything."""
+
+    same: tuple[tuple[int, str], ...] = ()
+    written: tuple[tuple[int, str], ...] = ()
+    unless: int | None = None
+    returns: bool = True
+
+
+@cache
+def _shared(target: Any) -> _Shared:
+    said_by = getattr(target, "_schema", None)
+    if target is operator.getitem or target is WAIT:
+        return _Shared(((0, ""),))
+    if said_by is None:
+        return _Shared()
+    name, returns = said_by.name.split("::")[1], bool(said_by.returns)
+    if name in UNDECLARED:
+        return _Shared((), ((3, ""), (4, "")), 5, returns)
+    said = [(i, a.name, a.alias_info.is_write) for i, a in enumerate(said_by.arguments) if a.alias_info is not None]
+    same = ((0, ""),) if "unsafe" in name else tuple((i, word) for i, word, _ in said)
+    return _Shared(same, tuple((i, word) for i, word, writes in said if writes), None, returns)
+
+
 def aliased(node: Node, written: bool = False) -> list[Node]:
     """The arguments that a call's result may share memory with, or with `written` those that it writes into."""
-    if node.target is operator.getitem:
-        return [] if written else _nodes(node.args[0])
-    if node.target is WAIT:
-        return [] if written else _nodes(node.args[0])
-    said_by = schema(node)
-    if said_by is None:
+    if node.op != "call_function":
         return []
-    name = said_by.name.split("::")[1]
-    if name in UNDECLARED:
-        return [a for arg in node.args[3:5] for a in _nodes(arg)] if written and node.args[5] else []
-    if not written and "unsafe" in name:
-        return _nodes(node.args[0])
-    given = [*zip(said_by.arguments, node.args, strict=False)]
-    given += [(a, node.kwargs[a.name]) for a in said_by.arguments if a.name in node.kwargs]
-    said = [(a.alias_info, arg) for a, arg in given if a.alias_info is not None]
-    return [n for info, arg in said if info.is_write or not written for n in _nodes(arg)]
+    shared = _shared(node.target)
+    places = shared.written if written else shared.same
+    if not places:
+        return []
+    args, kwargs = node.args, node.kwargs
+    if shared.unless is not None and not args[shared.unless]:
+        return []
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+    return [n for one in given for n in _nodes(one)]
 
 
 def acts(node: Node) -> bool:
     """Whether a node is there for what it does: its op returns nothing and writes into nothing."""
-    said_by = schema(node)
-    return said_by is not None and not said_by.returns and not aliased(node, written=True)
+    return node.op == "call_function" and not _shared(node.target).returns and not aliased(node, written=True)
 
 
 def clean(module: GraphModule) -> GraphModule:
     """Without aliases and views that change nothing, and without dead nodes, collectives included (FX keeps those:
-    `wait_tensor` counts as impure there)."""
+    `wait_tensor` counts as impure there). A node knows the `names` that `save_name` gave its value."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
             same = node.target in ALIASES
+            if node.target is SAVE_NAME:
+                node.args[0].meta.setdefault("names", []).append(node.args[1])
             if node.target in _VIEWS:
                 a, b = node.args[0].meta.get("val"), node.meta.get("val")
                 same = (
@@ -79,7 +105,7 @@ def clean(module: GraphModule) -> GraphModule:
     return dead_code(module)
 
 
-def _moved_early(graph: torch.fx.Graph) -> None:
+def _moved_early(graph: Graph) -> None:
     """Put the nodes that are marked `early` behind the last of their operands, and behind what wrote into those."""
     place: dict[Node, tuple[int, int]] = {}
     held, last = roots(graph), dict[Node, int]()
@@ -94,7 +120,7 @@ def _moved_early(graph: torch.fx.Graph) -> None:
             node.append(following)
 
 
-def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
+def roots(graph: Graph) -> dict[Node, set[Node]]:
     """For every node, the nodes whose storage its value lies in: itself, or what it is a view of."""
     found: dict[Node, set[Node]] = {}
     children: dict[Any, list[tuple[set[int], set[int]]]] = {}
@@ -117,21 +143,28 @@ def roots(graph: torch.fx.Graph) -> dict[Node, set[Node]]:
 
 
 def _returned(child: Any) -> list[tuple[set[int], set[int]]]:
-    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number."""
-    inner, given = roots(child.graph), inputs(child.graph)
-    numbers = {n: i for i, n in enumerate(inner)}
-    held = [inner.get(end, set()) for end in outputs(child.graph)]
-    return [
-        ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"}) for rs in held
-    ]
+    """For each result of a called graph, the inputs whose storages it hands back, and its new storages by number; of a
+    graph that takes turns those of any."""
+    found: list[tuple[set[int], set[int]]] = []
+    count = itertools.count()
+    for graph in child.turns if isinstance(child, Switch) else [child.graph]:
+        inner, given = roots(graph), inputs(graph)
+        numbers = {n: next(count) for n in inner}
+        held = [inner.get(end, set()) for end in outputs(graph)]
+        each = [
+            ({i for i, n in enumerate(given) if n in rs}, {numbers[r] for r in rs if r.op != "placeholder"})
+            for rs in held
+        ]
+        found = each if not found else [(a | c, b | d) for (a, b), (c, d) in zip(found, each, strict=True)]
+    return found
 
 
-def inputs(graph: torch.fx.Graph) -> list[Node]:
+def inputs(graph: Graph) -> list[Node]:
     """The placeholders of a graph, in order."""
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-def outputs(graph: torch.fx.Graph) -> list[Any]:
+def outputs(graph: Graph) -> list[Any]:
     """What a graph returns."""
     (found,) = graph.output_node().args
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -151,7 +184,11 @@ def ancestors(ends: Iterable[Node], known: Set[Node] = frozenset()) -> set[Node]
 
 def dead_code(module: GraphModule) -> GraphModule:
     """Remove every node that no output needs. A write in place is needed where its storage is, what `acts` always."""
-    graph = module.graph
+    _prune(module.graph)
+    return module
+
+
+def _prune(graph: Graph) -> None:
     held = roots(graph)
     writes = [(n, {r for a in into for r in held[a]}) for n in graph.nodes if (into := aliased(n, written=True))]
     needed: set[Node] = set()
@@ -163,19 +200,37 @@ def dead_code(module: GraphModule) -> GraphModule:
     for node in reversed(list(graph.nodes)):
         if node not in needed:
             graph.erase_node(node)
-    return module
 
 
 def sliced(module: GraphModule, outputs: Sequence[int]) -> GraphModule:
-    """The graph of some of the outputs, without what `acts`."""
-    made = GraphModule(module, torch.fx.Graph())
-    values: dict[Node, Node] = {}
-    results = made.graph.graph_copy(module.graph, values)
-    for node in reversed([n for n in made.graph.nodes if acts(n)]):
-        made.graph.erase_node(node)
-    made.graph.output([results[i] for i in outputs])  # type: ignore[index]
-    dead_code(made).recompile()
-    return made
+    """The graph of some of the outputs, without what `acts`; the graphs that it calls are copied in, so that it shows
+    what depends on which input."""
+    graph = Graph(module)
+    results = graph.graph_copy(module.graph, {})
+    graph.output([results[i] for i in outputs])  # type: ignore[index]
+    calls = True
+    while calls:
+        for node in reversed([n for n in graph.nodes if acts(n)]):
+            graph.erase_node(node)
+        _prune(graph)
+        calls = graph.find_nodes(op="call_module")
+        for node in calls:
+            _inline(node, module.get_submodule(str(node.target)))
+    return GraphModule(module, graph)
+
+
+def _inline(call: Node, child: Any) -> None:
+    """The nodes of a called graph instead of a call."""
+    copies: dict[Node, Any] = dict(zip(inputs(child.graph), call.args, strict=True))
+    with call.graph.inserting_before(call):
+        results: Any = call.graph.graph_copy(child.graph, copies)
+    for node in child.graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            copies[node].target = f"{call.target}.{node.target}"
+    for item in list(call.users):
+        item.replace_all_uses_with(results[arg(item, 1)])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
 
 
 def used_placeholders(module: GraphModule) -> list[bool]:
@@ -226,12 +281,41 @@ def started(module: GraphModule, value: Node) -> Node:
     return outputs(child.graph)[arg(value, 1)]
 
 
+def waits(module: GraphModule) -> dict[Node, Node]:
+    """For every wait of a program the collective that it waits for, which a called graph may have started (`hoist`)."""
+    found: dict[Node, Node] = {}
+
+    def started(module: Any) -> list[Node | None]:
+        """What the results of a graph are, where they are still on the wire."""
+        of: dict[Node, Node] = {}
+        called: dict[Node, list[Node | None]] = {}
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                called[node] = started(module.get_submodule(node.target))
+            elif node.target in STARTS:
+                of[node] = node
+            elif node.target is operator.getitem and arg(node) in called:
+                start = called[arg(node)][arg(node, 1)]
+                of |= {node: start} if start else {}
+            elif node.target is WAIT and arg(node) in of:
+                found[node] = of[arg(node)]
+        return [of.get(x) if isinstance(x, Node) else None for x in outputs(module.graph)]
+
+    started(module)
+    return found
+
+
 def group(start: Node) -> tuple[str, int]:
     """The name of the group that a collective runs over, and its size."""
     name = next(a for a in reversed(start.args) if isinstance(a, str) and "/" in a)
+    return name, group_size(name)
+
+
+def group_size(name: str) -> int:
+    """How many ranks a group of this name has."""
     mesh, axes = name.split("/")
     sizes = dict(pair.split("=") for pair in mesh.split(","))
-    return name, math.prod(int(sizes[a]) for a in axes.split(","))
+    return math.prod(int(sizes[a]) for a in axes.split(","))
 
 
 def arg(node: Node, i: int = 0) -> Any:
@@ -239,7 +323,7 @@ def arg(node: Node, i: int = 0) -> Any:
     return node.args[i]
 
 
-def positions(graph: torch.fx.Graph) -> dict[Node, int]:
+def positions(graph: Graph) -> dict[Node, int]:
     """The place of every node in the order in which they run."""
     return {n: i for i, n in enumerate(graph.nodes)}
 
@@ -248,8 +332,23 @@ def emit(target: Any, args: tuple[Any, ...], like: Node) -> Node:
     """A new node where the graph inserts, of the phase of another, with the value that it will have."""
     node = like.graph.call_function(target, args)
     node.meta = {k: like.meta[k] for k in ("forward", "backward", "remat", "stack_trace") if k in like.meta}
-    node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+    node.meta["val"] = _value(target, map_arg(args, lambda n: n.meta["val"]))
     return node
+
+
+def _value(target: Any, args: Any) -> Any:
+    """What a call gives, by the op's own kernel for shapes, which is much quicker than what fake tensors do first."""
+    given = next((x for a in args for x in (a if isinstance(a, list) else [a]) if isinstance(x, FakeTensor)), None)
+    if given is None or target is operator.getitem:
+        return target(*args)
+    mode, device = given.fake_mode, given.device
+    with in_kernel_invocation_manager(mode):
+        out = target(*args)
+
+    def faked(y: Any) -> Any:
+        return y if not isinstance(y, Tensor) or isinstance(y, FakeTensor) else FakeTensor(mode, y, device)
+
+    return type(out)(map(faked, out)) if isinstance(out, (list, tuple)) else faked(out)
 
 
 def size_of(node: Node) -> int:
@@ -258,7 +357,7 @@ def size_of(node: Node) -> int:
     return x.numel() * x.dtype.itemsize
 
 
-def written(graph: torch.fx.Graph) -> set[Node]:
+def written(graph: Graph) -> set[Node]:
     """The nodes whose storage some node writes into: nothing that reads them may move."""
     held = roots(graph)
     into = {r for n in graph.nodes for a in aliased(n, written=True) for r in held[a]}
@@ -273,11 +372,15 @@ def arranged(node: Node) -> list[Node]:
     return found
 
 
+def _casts(node: Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+
+
 def at_rest(node: Node) -> list[Node] | None:
-    """The nodes that arrange one input of the graph, or a slice of one, into this value, in order; None where it is
-    computed."""
+    """The nodes that arrange or cast one input of the graph, or a slice of one, into this value, in order; None where
+    it is computed."""
     chain: list[Node] = []
-    while len(node.all_input_nodes) == 1 and (node.target in ARRANGE or _slices(node)):
+    while len(node.all_input_nodes) == 1 and (node.target in ARRANGE or _slices(node) or _casts(node)):
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1] if node.op == "placeholder" else None

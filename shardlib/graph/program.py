@@ -16,12 +16,15 @@ from torch.fx.passes.split_module import split_module
 
 from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
+from shardlib.graph.captured import Captured, refuse_uncapturable, state_in_place
 from shardlib.graph.fuse import Island
-from shardlib.graph.nodes import STARTS, arg, group, inputs, size_of
+from shardlib.graph.nodes import STARTS, arg, group, group_size, inputs, size_of
 from shardlib.phases import part_of
+from shardlib.switch import Switch
+from shardlib.wire import SEND, resolve
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-BACKENDS = ("graph", "regional", "inductor")
+BACKENDS = ("graph", "regional", "inductor", "cudagraph")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Collective:
 
 
 def collectives(module: GraphModule) -> list[Collective]:
-    """Every collective of a program in order; one in a called graph counts as often as it is called."""
+    """Every collective of a program in order; one in a called graph counts as often as it is called. Of a pipeline
+    those of its first rank, with the messages that this sends."""
     return list(sends(module).values())
 
 
@@ -72,7 +76,7 @@ def sends(
             given = zip(inputs(child.graph), node.args, strict=True)
             below = {n: path for n, arg in given if (path := _origin(arg, known))}
             out |= sends(child, node.target, times * called[node.target], below)
-        if node.target in STARTS:
+        if node.target in STARTS or node.target is SEND:
             out[node] = _collective(node, graph, times, known)
     return out
 
@@ -83,7 +87,8 @@ def group_names(module: GraphModule) -> list[str]:
     for node in module.graph.nodes:
         if node.op == "call_module":
             child: Any = module.get_submodule(node.target)
-            seen |= dict.fromkeys(group_names(child))
+            for each in [child, *(child.children() if isinstance(child, Switch) else ())]:
+                seen |= dict.fromkeys(group_names(each))
         elif str(node.target).startswith(("_c10d_functional.", "shardlib.")):
             seen |= dict.fromkeys(a for a in node.args if isinstance(a, str) and "/" in a)
     return [*seen]
@@ -91,19 +96,19 @@ def group_names(module: GraphModule) -> list[str]:
 
 def bytes_sent(op: str, size: int, n: int) -> int:
     """What each of `n` ranks sends in a collective of an operand of `size` bytes, by the usual ring algorithms."""
-    if op in ("ppermute", "pbroadcast"):
+    if op in ("ppermute", "pbroadcast", "send"):
         return size
     return {"psum": 2 * size * (n - 1) // n, "all_gather": size * (n - 1)}.get(op, size * (n - 1) // n)
 
 
 def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -> Collective:
-    op, (name, n) = STARTS[node.target], group(node)
+    op, (name, n) = STARTS.get(node.target, "send"), group(node)
     size = size_of(arg(node))
     sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
     x = arg(node).meta["val"]  # type: ignore[union-attr]
-    said = _origin(arg(node), paths) or node.name
+    said = node.meta.get("action") or _origin(arg(node), paths) or node.name
     return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
 
 
@@ -150,7 +155,12 @@ def runner(module: GraphModule, backend: str) -> Run:
     elif backend == "regional":
         run = _generated(_with_islands_compiled(module, {}))
     elif backend == "inductor":
+        if any(isinstance(child, Switch) for child in module.modules()):
+            raise SpecError("backend='inductor' takes no pipelines; take 'regional', or 'graph'")
         run = _inductor(module)
+    elif backend == "cudagraph":
+        refuse_uncapturable(module)
+        run = Captured(_generated(module), state_in_place(module))
     else:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
 
@@ -162,10 +172,20 @@ def runner(module: GraphModule, backend: str) -> Run:
 
 
 def _generated(module: GraphModule) -> Run:
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    switches = [name for name, child in module.named_modules() if isinstance(child, Switch)]
+    module = copied(module) if switches else module
+    for name in switches:
+        switch: Any = module.get_submodule(name)
+        run = _generated(switch.turn(own_index(switch.group)))
+        module.set_submodule(name, _Compiled(lambda *xs, run=run: run(list(xs))))
+    graph = _copy(module.graph)
     graph.set_codegen(_Boxed([n.name for n in inputs(graph) if not n.users]))
     return GraphModule(module, graph).forward  # type: ignore[return-value]
+
+
+def own_index(group: str) -> int:
+    """This process's index in the group of a name; 0 where it is alone."""
+    return resolve(group).rank() if group_size(group) > 1 else 0
 
 
 def _with_islands_compiled(module: GraphModule, made: dict[str, Any]) -> GraphModule:
@@ -256,12 +276,19 @@ def _with_values(child: GraphModule, parent: GraphModule, name: str) -> None:
 
 def copied(module: GraphModule) -> GraphModule:
     """A program of its own: nodes and the graphs that are called are copies."""
-    graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    out = (Island if isinstance(module, Island) else GraphModule)(module, graph)
+    if isinstance(module, Switch):
+        out: GraphModule = Switch(module, [_copy(turn) for turn in module.turns], module.group)
+    else:
+        out = (Island if isinstance(module, Island) else GraphModule)(module, _copy(module.graph))
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
             setattr(out, name, copied(child))
+    return out
+
+
+def _copy(graph: Graph) -> Graph:
+    out = Graph()
+    out.output(out.graph_copy(graph, {}))
     return out
 
 

@@ -15,7 +15,8 @@ def regather(module: GraphModule) -> GraphModule:
         dx = dy @ a.T                             b = all_gather(w); dx = dy @ b.T
 
     So a gathered weight lives for one use. What a loss gathers is meant, not what `step` gathers before it (ZeRO-1 and
-    2); and the weight that the forward pass uses last is kept, since the backward pass needs it first.
+    2), nor what a policy of `remat` keeps; and the weight that the forward pass uses last is kept, since the backward
+    pass needs it first.
     """
     graph, pinned = module.graph, written(module.graph)
     order = positions(graph)
@@ -26,8 +27,8 @@ def regather(module: GraphModule) -> GraphModule:
     now = {w: [order[u] for u in us if "backward" not in u.meta] for w, us in users.items()}
     last = max((min(at) for at in now.values() if at), default=-1)  # of the first uses
     for wait, family in families.items():
-        later = [u for u in users[wait] if "backward" in u.meta]
-        if later and now[wait] and max(now[wait]) < last:
+        later, kept = [u for u in users[wait] if "backward" in u.meta], any("kept" in n.meta for n in family)
+        if later and now[wait] and not kept and max(now[wait]) < last:
             _again([arg(wait), *family], later, min(later, key=order.__getitem__))
     return dead_code(module)
 

@@ -27,6 +27,7 @@ from shardlib.graph import finite as finite
 from shardlib.graph.fuse import Island
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec, as_spec
+from shardlib.switch import Switch
 
 _PLAIN = (bool, int, float, str, type(None))
 _WORDS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
@@ -56,9 +57,9 @@ def text(x: Any, mesh: Mesh, index: Mapping[Node, int] = _NO_NODES) -> Any:
     if isinstance(x, torch.device):
         return {"device": "mesh" if x == mesh.device else str(x)}
     if isinstance(x, Spec):
-        if replace(as_spec(str(x)), stacked=x.stacked) != x:
+        if as_spec(str(x)).noting(x) != x:
             raise Unstorable(f"the spec {x!r} has no text")
-        return {"spec": [str(x), x.stacked]}
+        return {"spec": [str(x), x.stacked, x.matrix]}
     if type(x) in _WORDS:
         return {_WORDS[type(x)]: str(x).removeprefix("torch.")}
     raise Unstorable(f"a {type(x).__name__}, which has no text")
@@ -80,7 +81,7 @@ def value(said: Any, mesh: Mesh, nodes: Sequence[Node] = ()) -> Any:
     if kind == "device":
         return mesh.device if x == "mesh" else torch.device(x)
     if kind == "spec":
-        return replace(as_spec(x[0]), stacked=x[1])
+        return replace(as_spec(x[0]), stacked=x[1], matrix=tuple(map(tuple, x[2])))
     for type_, word in _WORDS.items():
         if kind == word and isinstance(found := getattr(torch, x, None), type_):
             return found
@@ -146,9 +147,18 @@ def lines(module: GraphModule, mesh: Mesh, graph: str = "", numbers: dict[int, i
     for name, child in module.named_children():
         if isinstance(child, GraphModule):
             yield from lines(child, mesh, f"{graph}.{name}" if graph else name, numbers)
+    if isinstance(module, Switch):
+        for i, turn in enumerate(module.turns):
+            yield json.dumps({"graph": graph, "turn": i, "of": len(module.turns), "group": module.group})
+            yield from _nodes(module, turn, mesh, numbers)
+        return
     yield json.dumps({"graph": graph, "island": isinstance(module, Island)})
+    yield from _nodes(module, module.graph, mesh, numbers)
+
+
+def _nodes(module: GraphModule, graph: Graph, mesh: Mesh, numbers: dict[int, int]) -> Iterator[str]:
     index: dict[Node, int] = {}
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "get_attr":
             yield json.dumps({"constant": _constant(node.target, getattr(module, node.target))})
         args, kwargs = ([*node.args], {**node.kwargs})
@@ -185,12 +195,16 @@ def program(said_lines: Sequence[str], mesh: Mesh) -> GraphModule:
     """The program of some `lines`. Raises `Unstorable`, or whatever a damaged text leads to."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[str, GraphModule] = {}
-    root, graph, name, island = torch.nn.Module(), Graph(), "", False
+    root, graph, name, head = torch.nn.Module(), Graph(), "", {}
     nodes: list[Node] = []
+    turns: list[Graph] = []
     for line in said_lines:
         said = json.loads(line)
         if isinstance(said, dict) and "graph" in said:
-            root, graph, name, nodes, island = torch.nn.Module(), Graph(), said["graph"], [], said["island"]
+            graph, name, nodes, head = Graph(), said["graph"], [], said
+            if said.get("turn", 0):
+                continue
+            root, turns = torch.nn.Module(), []
             for child in [c for c in made if c.rpartition(".")[0] == name and c]:
                 root.add_module(child.rpartition(".")[2], made.pop(child))
             continue
@@ -210,7 +224,11 @@ def program(said_lines: Sequence[str], mesh: Mesh) -> GraphModule:
             node.meta["val"] = _fake(val, mesh, mode)
         nodes.append(node)
         if op == "output":
-            made[name] = (Island if island else GraphModule)(root, graph)
+            turns.append(graph)
+            if "turn" not in head:
+                made[name] = (Island if head["island"] else GraphModule)(root, graph)
+            elif len(turns) == head["of"]:
+                made[name] = Switch(root, turns, head["group"])
     return made[""]
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlib.errors import SpecError, listing, nearest
 from shardlib.graph.lines import line_of, said_at
-from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, op_name, roots
+from shardlib.graph.nodes import STARTS, WAIT, aliased, arg, op_name, outputs, roots
 from shardlib.graph.program import Collective, sends
 from shardlib.phases import part_of
 
@@ -205,40 +205,47 @@ class _Clock:
         self.hardware, self.sent = hardware, sent
         self.compute = self.wire = self.busy = 0.0
         self.spans: list[Span] = []
+        self.starts: list[Node] = []
         self.collectives: list[Sent] = []
-        self.started: dict[Node, int] = {}  # the place among the collectives
         self.costs: dict[str, dict[Node, float]] = {}  # by graph: one is called several times
 
-    def run(self, module: Any, graph: str) -> None:
+    def run(self, module: Any, graph: str) -> list[int | None]:
+        """Run a graph; for each of its results the place among the collectives, where it is still on the wire."""
         if graph not in self.costs:
             self.costs[graph] = _costs(module.graph, self.hardware)
+        at: dict[Node, int] = {}
+        called: dict[Node, list[int | None]] = {}
         for node in module.graph.nodes:
             if node.op == "call_module":
-                self.run(module.get_submodule(node.target), str(node.target))
+                called[node] = self.run(module.get_submodule(node.target), str(node.target))
+            elif node.target is getitem and arg(node) in called:
+                place = called[arg(node)][arg(node, 1)]
+                at |= {} if place is None else {node: place}
             elif node.target in STARTS:
-                self.start(node, graph)
-                if not any(u.target is WAIT for u in node.users):  # ppermute comes back when it is done
-                    self.wait(node)
-            elif node.target is WAIT and arg(node) in self.started:
-                self.wait(arg(node))
+                at[node] = self.start(node, graph)
+                if STARTS[node.target] == "ppermute":  # comes back when it is done
+                    self.wait(at.pop(node))
+            elif node.target is WAIT and arg(node) in at:
+                self.wait(at[arg(node)])
             else:
                 self.work(node, graph, self.costs[graph][node])
+        return [at.get(x) for x in outputs(module.graph)]
 
-    def start(self, node: Node, graph: str) -> None:
+    def start(self, node: Node, graph: str) -> int:
         c = self.sent[node]
         begun = max(self.compute, self.wire)
         self.wire = begun + self.hardware.latency + c.bytes / self.hardware.link
         self.busy += self.wire - begun
         self.spans.append(Span(c.op, begun, self.wire, True, told=told(node, graph, c)))
-        self.started[node] = len(self.collectives)
         said: dict[str, Any] = vars(c) | {"times": 1, "line": ":".join(map(str, line_of(node) or ()))}
+        self.starts.append(node)
         self.collectives.append(Sent(**said, start=begun, end=self.wire))
+        return len(self.collectives) - 1
 
-    def wait(self, start: Node) -> None:
-        at = self.started[start]
-        c = self.collectives[at]
+    def wait(self, at: int) -> None:
+        node, c = self.starts[at], self.collectives[at]
         if c.end > self.compute:
-            self.spans.append(Span(f"wait for {c.op}", self.compute, c.end, told=told(start, c.graph, c)))
+            self.spans.append(Span(f"wait for {c.op}", self.compute, c.end, told=told(node, c.graph, c)))
             self.collectives[at] = replace(c, exposed=c.end - self.compute)
             self.compute = c.end
 

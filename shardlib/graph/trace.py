@@ -3,6 +3,7 @@
 A graph is the same on all ranks: groups are names, the rank enters as a value.
 """
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
-from torch.fx import GraphModule, Proxy
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -25,8 +26,9 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 
 from shardlib import tree
 from shardlib.errors import SpecError
-from shardlib.graph.lines import note_lines
-from shardlib.graph.nodes import clean, inputs
+from shardlib.graph.lines import Lines
+from shardlib.graph.nodes import clean
+from shardlib.graph.record import Recording
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -79,6 +81,18 @@ def meta(x: Tensor, here: Region | None = None) -> Meta:
     )
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python does not look for garbage in cycles: a trace makes none worth the time that the search takes."""
+    held = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if held:
+            gc.enable()
+
+
 def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, lines: bool = True) -> GraphModule:
     """The graph of `f`, a function of plain tensors, wherever this is called from; dead nodes removed.
 
@@ -91,10 +105,13 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
         start = sys._getframe()
 
         def run(*xs: Tensor) -> list[Tensor]:
-            mode = get_proxy_mode()
-            if lines and mode is not None:
-                note_lines(mode.tracer, start)
-            return list(f(*xs))
+            tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            create = tracer.graph.create_node
+            if lines:
+                noted = Lines(start).noted
+                tracer.create_node, create = noted(tracer.create_node), noted(create)
+            with Recording(mode, tracer, create):
+                return list(f(*xs))
 
         try:
             module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
@@ -103,8 +120,7 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
                 f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
                 f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
             ) from e
-        clean(module).recompile()
-        return module
+        return clean(module)
 
 
 def typed(
@@ -164,23 +180,30 @@ def added(name: str, module: GraphModule) -> str:
     """The name under which the program that is being traced can call a graph."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     taken = dict(tracer.root.named_children())
+    if taken.get(name) is module:
+        return name
     target = name if name not in taken else f"{name}_{len(taken)}"
     tracer.root.add_module(target, module)
     tracer.graph.owning_module = tracer.root  # where torch looks modules up
     return target
 
 
-_inlining: ContextVar[bool] = ContextVar("inlining", default=False)
+_analysing: ContextVar[bool] = ContextVar("analysing", default=False)
 
 
 @contextmanager
-def inlining() -> Iterator[None]:
-    """Inside, called graphs are copied in, so that it can be seen what depends on what."""
-    held = _inlining.set(True)
+def analysing() -> Iterator[None]:
+    """Inside, a program is traced only to see what depends on what: it will not run."""
+    held = _analysing.set(True)
     try:
         yield
     finally:
-        _inlining.reset(held)
+        _analysing.reset(held)
+
+
+def is_analysing() -> bool:
+    """Whether that is so."""
+    return _analysing.get()
 
 
 def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[Tensor]:
@@ -189,13 +212,7 @@ def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[T
     assert mode is not None
     tracer: Any = mode.tracer
     proxies = tuple(tracer.unwrap_proxy(x) for x in args)
-    if _inlining.get():
-        child = tracer.root.get_submodule(target)
-        copies = {n: p.node for n, p in zip(inputs(child.graph), proxies, strict=True)}
-        nodes = tracer.graph.graph_copy(child.graph, copies)
-        out = [Proxy(n, tracer) for n in nodes]
-    else:
-        out = tracer.create_proxy("call_module", target, proxies, {})
+    out = tracer.create_proxy("call_module", target, proxies, {})
     with paused():
         with disable_proxy_modes_tracing():
             fakes = [m.empty() for m in results]

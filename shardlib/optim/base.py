@@ -61,17 +61,37 @@ def masters(params: Any) -> Any:
     return tree.map_(lambda p: p.to(torch.float32) if needs_master(p) else None, params)
 
 
+def in_full(params: Any, master: Any) -> Any:
+    """The parameters, 16-bit leaves as their float32 masters."""
+    held = iter(tree.leaves(master))
+    return tree.map_(lambda p: next(held) if needs_master(p) else p, params)
+
+
+def rounded(params: Any, own: Any, updates: Any) -> tuple[Any, Any]:
+    """From updates of `own` (what `in_full` gave): those of `params`, which round to the new masters, and these."""
+    master = tree.map_(lambda p, o, u: o + u if needs_master(p) else None, params, own, updates)
+    held = iter(tree.leaves(master))
+    return tree.map_(lambda p, u: next(held) - p.to(u.dtype) if needs_master(p) else u, params, updates), master
+
+
+def bias_correction(decay: float, count: Tensor) -> Tensor:
+    """`1 - decay^count`, 0-d float64: the weights that an average over `count` updates has given in all."""
+    return 1 - decay ** count.to(torch.float64)
+
+
 def needs_master(p: Tensor) -> bool:
     """Whether updates would be lost in the leaf's own precision."""
     return p.is_floating_point() and p.dtype.itemsize < 4
 
 
 def kept(state: Any, name: str) -> list[Any]:
-    """What an optimizer's state has under `name`; in a tuple or list of states (`chain`, `by_path`), what each has."""
+    """What an optimizer's state has under `name`; what each has of several (`chain`, `by_path`), or the one inside."""
     if type(state) in (tuple, list):
         return [x for s in state for x in kept(s, name)]
     fields = state if isinstance(state, dict) else vars(state) if tree.is_pytree_class(type(state)) else {}
-    return [] if fields.get(name) is None else [fields[name]]
+    if fields.get(name) is not None:
+        return [fields[name]]
+    return kept(fields["inner"], name) if "inner" in fields else []
 
 
 def learning_rate(state: Any) -> Tensor | None:

@@ -39,6 +39,27 @@ def _as_leaf(update: Tensor, p: Tensor) -> Tensor:
     return update if leaf is None else settle(update, leaf)
 
 
+def masked(optimizer: Optimizer, mask: tree.Chooser) -> Optimizer:
+    """An optimizer for the leaves that `mask` chooses; the gradients of others pass as they are (optax's `masked`).
+
+    For a part of a chain: `chain(masked(clip_by_global_norm(1.0), "embed"), adamw(3e-4))`. To leave leaves alone,
+    `step(trainable=)`; to give each part an optimizer, `by_path`. Raises `TreeError` where the mask chooses none.
+    """
+
+    def part_of(params: Any) -> Part:
+        picks = tree.leaves(chosen(mask, params, "masked"))
+        if not any(picks):
+            raise TreeError(f"masked: `{mask}` chooses no leaf")
+        return Part(tuple(i if yes else None for i, yes in enumerate(picks)))
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        part = part_of(params)
+        own, state = optimizer.update(part.take(grads), state, part.take(params))
+        return part.put(own, grads), state
+
+    return Optimizer(lambda params: optimizer.init(part_of(params).take(params)), update)
+
+
 def by_path(optimizers: Mapping[Any, Optimizer]) -> Optimizer:
     """An optimizer for each part of the parameters: `{"lora.**.b": adamw(2e-3), "lora.**": adamw(2e-4)}`.
 

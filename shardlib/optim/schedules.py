@@ -1,7 +1,13 @@
-"""Learning rates as functions of the count of finished updates (0 at the first)."""
+"""Learning rates as functions of the count of finished updates (0 at the first): 0-d tensors, so that they trace.
+
+From optax: constant, polynomial, exponential, cosine, piecewise, join, warmup_cosine. From DeepSpeed: warmup,
+warmup_decay, one_cycle, lr_range_test, and warmup_cosine with `kind="log", last_at_end=True`. `count` is the iteration
+of DeepSpeed's formulas; its engine moves warm-ups on after an update, so that its second update has the rate of count 0
+once more.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +27,239 @@ def constant(rate: float) -> Schedule:
     return lambda count: torch.full((), rate, dtype=torch.float64, device=count.device)
 
 
-def warmup_cosine(peak: float, *, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
-    """Linear from `start` to `peak` over `warmup` updates, then half a cosine down to `end` at update `steps`.
+def polynomial(start: float, end: float, *, steps: int, power: float = 1.0, begin: int = 0) -> Schedule:
+    """`end + (start - end) (1 - t / steps)^power` for t = count - `begin`, which is kept in 0..`steps`.
 
-    `steps` includes the warm-up, as in optax's `warmup_cosine_decay_schedule`.
+    Linear by default. As optax's `polynomial_schedule`; `linear_schedule` is power 1.
     """
-    if not 0 <= warmup < steps:
-        raise ValueError(f"warmup_cosine: 0 <= warmup < steps is needed, found warmup={warmup}, steps={steps}")
+    _check("polynomial", "steps > 0, power > 0, begin >= 0", steps > 0, power > 0, begin >= 0)
 
     def rate(count: Tensor) -> Tensor:
-        t = count.to(torch.float64)
-        rising = start + (peak - start) * t / max(warmup, 1)
-        done = ((t - warmup) / (steps - warmup)).clamp(0.0, 1.0)
-        falling = end + (peak - end) * 0.5 * (1.0 + torch.cos(math.pi * done))
+        left = 1 - ((_float(count) - begin) / steps).clamp(0.0, 1.0)
+        return end + (start - end) * left**power
+
+    return rate
+
+
+def exponential(
+    start: float, *, steps: int, rate: float, begin: int = 0, staircase: bool = False, end: float | None = None
+) -> Schedule:
+    """`start rate^(t / steps)` for t = count - `begin` (at least 0); `staircase`: of the whole part of `t / steps`.
+
+    `end`: the bound that it does not pass. As optax's `exponential_decay`.
+    """
+    _check("exponential", "steps > 0, rate > 0, begin >= 0", steps > 0, rate > 0, begin >= 0)
+
+    def value(count: Tensor) -> Tensor:
+        t = (_float(count) - begin).clamp(min=0.0) / steps
+        found = start * rate ** (t.floor() if staircase else t)
+        if end is None:
+            return found
+        return found.clamp(min=end) if rate < 1 else found.clamp(max=end)
+
+    return value
+
+
+def cosine(start: float, *, steps: int, end: float = 0.0) -> Schedule:
+    """Half a cosine from `start` down to `end` at update `steps`, as optax's `cosine_decay_schedule`."""
+    _check("cosine", "steps > 0", steps > 0)
+    return lambda count: _cosine(start, end, _float(count) / steps)
+
+
+def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
+    """`start`, times each factor from the count on that is its key: `piecewise(0.1, {100: 0.5, 200: 0.1})`.
+
+    As optax's `piecewise_constant_schedule`.
+    """
+    _check("piecewise", "counts >= 0", all(at >= 0 for at in factors))
+
+    def rate(count: Tensor) -> Tensor:
+        found = constant(start)(count)
+        for at, factor in factors.items():
+            found = torch.where(count < at, found, found * factor)
+        return found
+
+    return rate
+
+
+def join(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after another: the next begins, with count 0, at each boundary. As optax's `join_schedules`."""
+    made, ends = [as_schedule(s) for s in schedules], list(boundaries)
+    if len(made) != len(ends) + 1 or ends != sorted(set(ends)) or any(n <= 0 for n in ends):
+        raise ValueError(
+            f"join: one boundary between each two schedules, above 0 and ascending; found {ends} for {len(made)}"
+        )
+
+    def rate(count: Tensor) -> Tensor:
+        found = made[0](count)
+        for schedule, at in zip(made[1:], ends, strict=True):
+            found = torch.where(count < at, found, schedule((count - at).clamp(min=0)))
+        return found
+
+    return rate
+
+
+def warmup(peak: float, *, warmup: int, start: float = 0.0, kind: str = "linear") -> Schedule:
+    """From `start` to `peak` over `warmup` updates, then constant: DeepSpeed's WarmupLR.
+
+    `kind`: `"linear"`, the part `count / warmup` of the way, or `"log"` (DeepSpeed's default),
+    `log(count + 1) / log(warmup)`.
+    """
+    _check_warmup("warmup", warmup, kind)
+    return lambda count: start + (peak - start) * _warmed(_float(count), warmup, kind)
+
+
+def warmup_decay(peak: float, *, warmup: int, steps: int, start: float = 0.0, kind: str = "linear") -> Schedule:
+    """`warmup`, then linearly back down to `start` at update `steps`: DeepSpeed's WarmupDecayLR.
+
+    `steps` includes the warm-up.
+    """
+    _check_warmup("warmup_decay", warmup, kind, steps)
+
+    def rate(count: Tensor) -> Tensor:
+        t = _float(count)
+        falling = ((steps - t) / (steps - warmup)).clamp(min=0.0)
+        return start + (peak - start) * torch.where(t < warmup, _warmed(t, warmup, kind), falling)
+
+    return rate
+
+
+def warmup_cosine(
+    peak: float,
+    *,
+    warmup: int,
+    steps: int,
+    start: float = 0.0,
+    end: float = 0.0,
+    kind: str = "linear",
+    last_at_end: bool = False,
+) -> Schedule:
+    """From `start` to `peak` over `warmup` updates, then half a cosine down to `end` at update `steps`.
+
+    `steps` includes the warm-up, as in optax's `warmup_cosine_decay_schedule`. `kind`: as for `warmup`. `last_at_end`:
+    the last of the `steps` updates has the rate `end`, not the one after it: with `kind="log"` DeepSpeed's
+    WarmupCosineLR, whose ratios are `start / peak` and `end / peak`.
+    """
+    _check_warmup("warmup_cosine", warmup, kind, steps)
+
+    def rate(count: Tensor) -> Tensor:
+        t = _float(count)
+        rising = start + (peak - start) * _warmed(t, warmup, kind)
+        falling = _cosine(peak, end, (t - warmup + last_at_end) / (steps - warmup))
         return torch.where(t < warmup, rising, falling)
 
     return rate
+
+
+def warmup_stable_decay(
+    peak: float,
+    *,
+    warmup: int,
+    steps: int,
+    decay: int,
+    start: float = 0.0,
+    end: float = 0.0,
+    kind: str = "linear",
+    shape: str = "linear",
+) -> Schedule:
+    """From `start` to `peak` over `warmup` updates, constant, then over the last `decay` down to `end` at `steps`.
+
+    `kind`: of the warm-up, as for `warmup`. `shape` of the decay: `"linear"`, `"cosine"`, or `"sqrt"`, `1 - sqrt(x)` of
+    the part x that is done (Hägele et al. 2024). Source: Hu et al. 2024 (MiniCPM), as WSD.
+    """
+    _check_warmup("warmup_stable_decay", warmup, kind, steps)
+    _check("warmup_stable_decay", "0 < decay <= steps - warmup", 0 < decay <= steps - warmup)
+    if shape not in ("linear", "cosine", "sqrt"):
+        raise ValueError(f"warmup_stable_decay: shape is 'linear', 'cosine' or 'sqrt', not {shape!r}")
+
+    def rate(count: Tensor) -> Tensor:
+        t = _float(count)
+        done = ((t - (steps - decay)) / decay).clamp(0.0, 1.0)
+        rising = start + (peak - start) * _warmed(t, warmup, kind)
+        if shape == "cosine":
+            falling = _cosine(peak, end, done)
+        else:
+            falling = peak + (end - peak) * (done.sqrt() if shape == "sqrt" else done)
+        return torch.where(t < warmup, rising, falling)
+
+    return rate
+
+
+def one_cycle(
+    peak: float,
+    *,
+    start: float,
+    up: int,
+    down: int | None = None,
+    up_stairs: int = 0,
+    down_stairs: int | None = None,
+    decay_rate: float = 0.0,
+    decay_steps: int = 0,
+) -> Schedule:
+    """Linear from `start` to `peak` over `up` updates and back over `down` (None: as many): DeepSpeed's OneCycle.
+
+    `up_stairs`, `down_stairs` (None: the same): rise and fall in so many stairs, 0 smoothly. After the cycle the rate
+    is `start / (1 + decay_rate t / decay_steps)`, t updates later; constant where either is 0. DeepSpeed also moves
+    Adam's `b1` the other way (`cycle_momentum`); here an optimizer's momentum is a constant. Smith 2018.
+    """
+    down = up if down is None else down
+    stairs = up_stairs, up_stairs if down_stairs is None else down_stairs
+    _check("one_cycle", "up > 0, down > 0, stairs and decay_steps >= 0", up > 0, down > 0, *(n >= 0 for n in stairs))
+    _check("one_cycle", "decay_rate >= 0, decay_steps >= 0", decay_rate >= 0, decay_steps >= 0)
+
+    def part(position: Tensor, length: int, steps: int) -> Tensor:
+        return (position * steps / length).floor() / steps if steps else position / length
+
+    def rate(count: Tensor) -> Tensor:
+        t, total = _float(count), up + down
+        rises, falls = part(t, up, stairs[0]), part((total - t).clamp(min=0.0), down, stairs[1])
+        later = decay_rate * (t - total).clamp(min=0.0) / decay_steps if decay_steps else torch.zeros_like(t)
+        cycle = start + (peak - start) * torch.where(t <= up, rises, falls)
+        return torch.where(t <= total, cycle, start / (1 + later))
+
+    return rate
+
+
+def lr_range_test(start: float, *, steps: int, rate: float = 1.0, staircase: bool = False) -> Schedule:
+    """`start (1 + rate count / steps)`, to find where training breaks: DeepSpeed's LRRangeTest. Smith 2018.
+
+    `staircase`: with the whole part of `count / steps`.
+    """
+    _check("lr_range_test", "steps > 0, rate >= 0", steps > 0, rate >= 0)
+
+    def value(count: Tensor) -> Tensor:
+        t = _float(count) / steps
+        return start * (1 + rate * (t.floor() if staircase else t))
+
+    return value
+
+
+def _float(count: Tensor) -> Tensor:
+    return count.to(torch.float64)
+
+
+def _cosine(start: float, end: float, done: Tensor) -> Tensor:
+    """Half a cosine, of which the part `done` lies behind."""
+    return end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * done.clamp(0.0, 1.0)))
+
+
+def _warmed(t: Tensor, warmup: int, kind: str) -> Tensor:
+    """How much of a warm-up is done, from 0 to 1."""
+    if warmup == 0:
+        return torch.ones_like(t)
+    return (torch.log(t + 1) / math.log(warmup) if kind == "log" else t / warmup).clamp(max=1.0)
+
+
+def _check(name: str, needed: str, *holds: bool) -> None:
+    if not all(holds):
+        raise ValueError(f"{name}: {needed} is needed")
+
+
+def _check_warmup(name: str, warmup: int, kind: str, steps: int | None = None) -> None:
+    if kind not in ("linear", "log"):
+        raise ValueError(f"{name}: kind is 'linear' or 'log', not {kind!r}")
+    if steps is not None and not 0 <= warmup < steps:
+        raise ValueError(f"{name}: 0 <= warmup < steps is needed, found warmup={warmup}, steps={steps}")
+    least = 2 if kind == "log" else 0
+    if warmup < least:
+        raise ValueError(f"{name}: a {kind} warm-up takes at least {least} updates, found {warmup}")

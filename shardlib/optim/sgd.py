@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.optim.base import Optimizer, counter, masters, wide, zeros32
+from shardlib.optim.base import Optimizer, counter, in_full, masters, rounded, zeros32
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -30,22 +30,14 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
         return SgdState(count=zero, trace=trace, master=masters(params), lr=rate(zero))
 
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
-        step = rate(state.count)
-        flat, treedef = tree.flatten(params)
-        held, traces = iter(tree.leaves(state.master)), iter(tree.leaves(state.trace))
-        updates, kept, vs = [], [], []
-        for p, g in zip(flat, tree.leaves(grads), strict=True):
-            g = g.to(wide(p.dtype))
-            if momentum:
-                vs.append(g + momentum * next(traces))
-                g = g + momentum * vs[-1] if nesterov else vs[-1]
-            u = -step.to(g.dtype) * g  # a 0-d leaf would take the rate's float64
-            if p.dtype != wide(p.dtype):
-                kept.append(next(held) + u)
-                u = kept[-1] - p.to(u.dtype)
-            updates.append(u)
-        trace = tree.unflatten(treedef, vs) if momentum else None
-        master = tree.unflatten(tree.flatten(state.master)[1], kept)
-        return tree.unflatten(treedef, updates), SgdState(count=state.count + 1, trace=trace, master=master, lr=step)
+        step, own = rate(state.count), in_full(params, state.master)
+        updates = tree.map_(lambda g, p: g.to(p.dtype), grads, own)
+        trace = state.trace
+        if momentum:
+            trace = tree.map_(lambda g, v: g + momentum * v, updates, trace)
+            updates = tree.map_(lambda g, v: g + momentum * v, updates, trace) if nesterov else trace
+        updates = tree.map_(lambda u: -step.to(u.dtype) * u, updates)  # a 0-d leaf would take the rate's float64
+        updates, master = rounded(params, own, updates)
+        return updates, SgdState(count=state.count + 1, trace=trace, master=master, lr=step)
 
     return Optimizer(init, update)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -24,11 +25,13 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")  # closures, and no second import of torch
         children = [fork.Process(target=_child, args=(r, Path(folder), body)) for r in range(n)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; children start none before
-            for p in children:
-                p.start()
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # an interrupt waits until all have started
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads; children start none before
+                for p in children:
+                    p.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             deadline = time.monotonic() + seconds
             for p in children:
                 p.join(max(0.0, deadline - time.monotonic()))
@@ -44,9 +47,11 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
                     told = Path(folder, f"error{r}")
                     said[r] = told.read_text() if told.exists() else f"died with exit code {p.exitcode}"
         finally:  # none stays behind an interrupt
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for p in children:
-                p.kill()
-                p.join()
+                if p.pid is not None:
+                    p.kill()
+                    p.join()
         if said:
             raise AssertionError("\n".join(f"rank {r} of {n} {text}" for r, text in said.items()))
         return [Path(folder, f"result{r}").read_bytes() for r in range(n)]
@@ -54,6 +59,7 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
 
 def _child(rank: int, folder: Path, body: Callable[[int], Any]) -> None:
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         (folder / f"result{rank}").write_bytes(pickle.dumps(body(rank)))
         if dist.is_initialized():

@@ -144,14 +144,20 @@ def _same(found: Any, wanted: Any) -> None:
 
 def _follows(optimizer: Optimizer) -> None:
     """With values 1024 times the size of an update, of which 16 then make two steps of bfloat16."""
+    shapes = {"half_matrix": (4, 2), "half_vector": (4,)}
 
-    def run(start: float, dtype: torch.dtype, updates: int) -> Tensor:
-        leaf = {"half": torch.full((4, 2), start, dtype=dtype)}
-        return gather(_trained(optimizer, leaf, [tree.map_(torch.ones_like, leaf)] * updates, "..."))["half"]
+    def run(start: dict[str, float], dtype: torch.dtype, updates: int) -> dict[str, Tensor]:
+        leaves = {name: torch.full(shape, start[name], dtype=dtype) for name, shape in shapes.items()}
+        return gather(_trained(optimizer, leaves, [tree.map_(torch.ones_like, leaves)] * updates, "..."))
 
-    size = (1 - run(1.0, torch.float32, 1)).abs().max().item()
-    start = torch.tensor(1024 * size or 1.0).to(torch.bfloat16).item()
-    wide, half = run(start, torch.float32, 16).to(torch.bfloat16), run(start, torch.bfloat16, 16)
-    if (wide - half).abs().max() > 2**-8 * wide.abs().max():
-        was, now, right = start, half.flatten()[0].item(), wide.flatten()[0].item()
-        raise AssertionError(f"from {was} it goes to {now}, in float32 to {right}: it needs a float32 master")
+    moved = run(dict.fromkeys(shapes, 1.0), torch.float32, 1)
+    sizes = {name: (1 - x).abs().max().item() for name, x in moved.items()}
+    start = {name: torch.tensor(1024 * size or 1.0).to(torch.bfloat16).item() for name, size in sizes.items()}
+    wide, half = run(start, torch.float32, 16), run(start, torch.bfloat16, 16)
+    for name, was in start.items():
+        right, now = wide[name].to(torch.bfloat16), half[name]
+        if (right - now).abs().max() > 2**-8 * right.abs().max():
+            found, wanted = now.flatten()[0].item(), right.flatten()[0].item()
+            raise AssertionError(
+                f"`{name}` goes from {was} to {found}, in float32 to {wanted}: it needs a float32 master"
+            )

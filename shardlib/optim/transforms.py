@@ -1,0 +1,32 @@
+"""Changes of gradients and updates, to `chain` with optimizers."""
+
+from typing import Any
+
+from shardlib import tree
+from shardlib.norms import global_norm, scaled_to
+from shardlib.optim.base import Optimizer, chosen
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Gradients scaled so that their global norm is at most `max_norm`, as optax; as `step(clip=)` does."""
+    if not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: a norm above 0 is needed, found {max_norm}")
+
+    def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+        return scaled_to(grads, global_norm(grads), max_norm), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def add_decayed_weights(weight_decay: float, mask: tree.Chooser | None = None) -> Optimizer:
+    """`g + weight_decay p`, for the leaves that `mask` chooses, as optax.
+
+    Before an optimizer, L2 regularization: `chain(add_decayed_weights(1e-4), sgd(0.1, momentum=0.9))` is torch's
+    `SGD(weight_decay=1e-4)`. Of 16-bit leaves it sees the parameter, not its float32 master.
+    """
+
+    def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
+        added = tree.map_(lambda g, p, d: g + weight_decay * p if d else g, grads, params, chosen(mask, params))
+        return added, state
+
+    return Optimizer(lambda params: (), update)

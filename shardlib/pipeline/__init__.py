@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data (`schedule`, `schedules`), and what runs them (`run`)."""

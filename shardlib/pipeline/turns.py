@@ -1,0 +1,304 @@
+"""What each rank of a pipeline runs, as a graph: calls of the functions' graphs, sends and receives, in the order of
+the schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib import wire
+from shardlib.autodiff import dual
+from shardlib.graph.trace import Meta, added, call, meta, strides, typed
+from shardlib.mesh import Inner
+from shardlib.phases import noted
+from shardlib.pipeline.actions import Action
+from shardlib.pipeline.schedule import Schedule
+from shardlib.pipeline.stages import Traced
+from shardlib.switch import Switch
+from shardlib.types import paused, region
+
+
+@dataclass
+class Work:
+    """What a pipeline does: its schedule, its functions as graphs (`stages` by stage), how many layers each stage has.
+
+    Its inputs in order: `rest` (parameters that first and last take), for each of a rank's stages `own`, for each
+    micro-batch `batch`, the key if there is one, the numbers of the micro-batches if they have one, the seeds of the
+    loss's terms if there is a backward. Its results: the totals of the terms, the metrics, and with a backward for each
+    of a rank's stages the gradients of the parameters that are trained, then those of `rest`.
+    """
+
+    schedule: Schedule
+    mesh: Inner
+    group: str
+    first: Traced
+    stages: list[Traced]
+    last: Traced
+    layers: list[int]
+    rest: list[Meta]
+    own: list[Meta]
+    batch: list[Meta]
+    key: list[Meta]
+    number: list[Meta]
+    seeds: list[Meta]
+
+    @property
+    def backward(self) -> bool:
+        """Whether there is one."""
+        return bool(self.seeds)
+
+    @property
+    def chunks(self) -> int:
+        """How many stages a rank has."""
+        return self.schedule.stages // self.schedule.ranks
+
+    @property
+    def metas(self) -> list[Meta]:
+        """Of all inputs."""
+        n = self.schedule.microbatches
+        return [*self.rest, *self.own * self.chunks, *self.batch * n, *self.key, *self.number * n, *self.seeds]
+
+    @property
+    def totals(self) -> list[Meta]:
+        """Of the totals, then of the metrics."""
+        n = len(self.last.coefficients)
+        return self.last.given[:n] + self.last.given[2 * n :]
+
+    @cached_property
+    def trained(self) -> tuple[list[int], list[int]]:
+        """Which of `own` and which of `rest` have a gradient."""
+        return self.stages[0].at, sorted({*self.first.at, *self.last.at})
+
+    @property
+    def gradients(self) -> list[Meta]:
+        """Of the gradients, in order."""
+        own, rest = self.trained
+        return [self.gradient(self.own[i]) for _ in range(self.chunks) for i in own] + [
+            self.gradient(self.rest[i]) for i in rest
+        ]
+
+    def gradient(self, m: Meta) -> Meta:
+        """Of the gradient of a parameter; of several micro-batches the sum, in float32 or wider."""
+        dtype = torch.promote_types(m.dtype, torch.float32) if self.schedule.microbatches > 1 else m.dtype
+        assert m.kind is not None
+        return Meta(m.shape, strides(torch.empty(m.shape, device="meta")), dtype, m.device, dual(m.kind))
+
+    @cached_property
+    def results(self) -> list[Meta]:
+        """Of all results."""
+        return [*self.totals, *(self.gradients if self.backward else ())]
+
+    def name(self, one: Traced) -> str:
+        """The name under which a function's graphs are called."""
+        if one is self.first or one is self.last:
+            return "first" if one is self.first else "last"
+        distinct = list({id(t): t for t in self.stages}.values())
+        at = next(i for i, t in enumerate(distinct) if t is one)
+        return f"stage_{at}" if len(distinct) > 1 else "stage"
+
+    def switch(self) -> Switch:
+        """The graph that does it, a turn for each rank."""
+        root, turns = torch.nn.Module(), []
+        for index in range(self.schedule.ranks):
+            module, _, _ = typed(lambda *xs, i=index: _Turn(self, i, xs).results(), self.mesh, self.metas, "pipeline")
+            for name, child in module.named_children():
+                root.add_module(name, child)
+            turns.append(module.graph)
+        return Switch(root, turns, self.group)
+
+
+class _Turn:
+    """One rank's actions, as they are traced."""
+
+    def __init__(self, work: Work, index: int, xs: Sequence[Tensor]) -> None:
+        self.work, self.index, self.last = work, index, work.schedule.stages - 1
+        given, n = iter(xs), work.schedule.microbatches
+        self.rest = [next(given) for _ in work.rest]
+        self.own = [[next(given) for _ in work.own] for _ in range(work.chunks)]
+        batch = [[next(given) for _ in work.batch] for _ in range(n)]
+        key = [next(given) for _ in work.key]
+        numbers = [[next(given) for _ in work.number] for _ in range(n)]
+        self.seeds = list(given)
+        self.context = [[*b, *key, *k] for b, k in zip(batch, numbers, strict=True)]
+        self.made: dict[Action, list[Tensor]] = {}  # what an action gave, until the next takes it
+        self.saved: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # by function and micro-batch: inputs, kept
+        self.due: dict[Any, list[Tensor]] = {}  # what the second half of a backward is given
+        self.handles: dict[tuple[str, int], list[Tensor]] = {}
+        self.sums: dict[Any, Tensor] = {}
+        self.fresh: set[Any] = set()
+
+    def results(self) -> list[Tensor]:
+        """Do the actions; what the rank gives."""
+        with paused():
+            for action in self.work.schedule.lists[self.index]:
+                if self.work.backward or action.kind.endswith("F"):
+                    getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+            for handle in [h for hs in self.handles.values() for h in hs]:
+                wire.sent(handle)
+            return [m.label(region(), x) for m, x in zip(self.work.results, self._sums(), strict=True)]
+
+    def _sums(self) -> list[Tensor]:
+        """The sums that are results; zeros for those that other ranks make."""
+        work, (own, rest) = self.work, self.work.trained
+        keys: list[Any] = [("total", i) for i in range(len(work.totals))]
+        if work.backward:
+            keys += [("own", chunk, i) for chunk in range(work.chunks) for i in own] + [("rest", i) for i in rest]
+        out = []
+        for key, m in zip(keys, work.results, strict=True):
+            x = self.sums.get(key)
+            layers = [self.sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in self.sums]
+            if layers:
+                x = torch.stack(layers)
+            if x is None:
+                x = torch.zeros(m.shape, dtype=m.dtype, device=m.device)
+            elif key[0] == "own" and x.shape[0] < m.shape[0]:
+                x = torch.cat([x, x.new_zeros(m.shape[0] - x.shape[0], *x.shape[1:])])
+            out.append(x)
+        return out
+
+    def _add(self, key: Any, x: Tensor, m: Meta | None = None) -> None:
+        """Add to a sum: the second makes a value of its own, into which further ones are written."""
+        x = x if m is None else x.to(m.dtype)
+        if key not in self.sums:
+            self.sums[key] = x.contiguous()
+        elif key in self.fresh:
+            self.sums[key].add_(x)
+        else:
+            self.sums[key] = self.sums[key] + x
+            self.fresh.add(key)
+
+    # ---- compute
+
+    def _F(self, s: int, k: int) -> None:
+        work = self.work
+        x = self._take("F", s - 1, k) if s else self._run(work.first, self.rest, [], k)
+        y = self._run(work.stages[s], self._chunk(s), x, k, s)
+        if s < self.last:
+            self.made[Action("F", s, k)] = y
+            return
+        out, n = self._run(work.last, self.rest, y, k), len(work.last.coefficients)
+        for i, total in enumerate(out[:n] + out[2 * n :]):
+            self._add(("total", i), total)
+
+    def _chunk(self, s: int) -> list[Tensor]:
+        """The parameters of a stage, without what pads them."""
+        n = self.work.layers[s]
+        return [x.narrow(0, 0, n) if n < x.shape[0] else x for x in self.own[s // self.work.schedule.ranks]]
+
+    def _run(self, f: Traced, params: list[Tensor], handed: list[Tensor], k: int, s: int | None = None) -> list[Tensor]:
+        given, made = [*params, *handed, *self.context[k]], f.joint
+        target = added(self.work.name(f), made.forward)
+        out = call(target, given, [*f.given, *made.kept])
+        if self.work.backward:
+            self.saved[id(f), s, k] = given, out[len(f.given) :]
+        return out[: len(f.given)]
+
+    def _losses(self) -> list[Tensor]:
+        """The cotangents of the totals."""
+        return [seed.to(m.dtype) for seed, m in zip(self.seeds, self.work.last.given, strict=False)]
+
+    def _B(self, s: int, k: int) -> None:
+        work = self.work
+        given = self._pull(work.last, k, self._losses()) if s == self.last else self._take("B", s + 1, k)
+        self._handed(s, k, self._pull(work.stages[s], k, given, s))
+
+    def _I(self, s: int, k: int) -> None:
+        work = self.work
+        given = self._pull_first(work.last, k, self._losses()) if s == self.last else self._take("B", s + 1, k)
+        x = self._pull_first(work.stages[s], k, given, s)
+        if s:
+            self._handed(s, k, x)
+        else:
+            self.made[Action("I", 0, k)] = x  # the first function has parameters only: all of it is W
+
+    def _W(self, s: int, k: int) -> None:
+        if s == self.last:
+            self._pull_second(self.work.last, k)
+        self._pull_second(self.work.stages[s], k, s)
+        if s == 0:
+            self._handed(0, k, self.made.pop(Action("I", 0, k)))
+
+    def _handed(self, s: int, k: int, gradient: list[Tensor]) -> None:
+        """What becomes of the gradient of a stage's input."""
+        if s:
+            self.made[Action("B", s, k)] = gradient
+        else:
+            self._pull(self.work.first, k, gradient)
+
+    def _arguments(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None) -> list[Tensor]:
+        given, kept = self.saved.pop((id(f), s, k))
+        return [*kept, *(given[i] for i in f.joint.of_inputs), *cotangents]
+
+    def _pull(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None = None) -> list[Tensor]:
+        """The backward of a function; the gradients of what it was handed."""
+        args = self._arguments(f, k, cotangents, s)
+        if not f.joint.gradients:
+            return []
+        out = call(added(f"{self.work.name(f)}_backward", f.joint.backward), args, f.joint.gradients)
+        self._count(f, out, s)
+        return out[f.of_parameters :]
+
+    def _pull_first(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None = None) -> list[Tensor]:
+        """The first half of a backward: the gradients of what the function was handed."""
+        args, halves = self._arguments(f, k, cotangents, s), f.halves()
+        over = [meta(x) for x in halves.over]
+        gradients = f.joint.gradients[f.of_parameters :]
+        target = added(f"{self.work.name(f)}_input", halves.first)
+        out = call(target, [args[i] for i in halves.reads_first], [*gradients, *over])
+        self.due[id(f), s, k] = [*(args[i] for i in halves.reads_second), *out[len(gradients) :]]
+        return out[: len(gradients)]
+
+    def _pull_second(self, f: Traced, k: int, s: int | None = None) -> None:
+        """The second half: the gradients of parameters."""
+        args = self.due.pop((id(f), s, k))
+        if f.at:
+            target = added(f"{self.work.name(f)}_weight", f.halves().second)
+            self._count(f, call(target, args, f.joint.gradients[: f.of_parameters]), s)
+
+    def _count(self, f: Traced, gradients: list[Tensor], s: int | None) -> None:
+        """Add the gradients of a function's parameters to those of other micro-batches."""
+        given = iter(gradients)
+        for i, layers in zip(f.at, f.layers, strict=True):
+            key: Any = ("rest", i) if s is None else ("own", s // self.work.schedule.ranks, i)
+            m = self.work.gradient(self.work.rest[i] if s is None else self.work.own[i])
+            for n in range(layers):
+                self._add((*key, n), next(given), m)
+            if not layers:
+                self._add(key, next(given), m)
+
+    # ---- between ranks
+
+    def _take(self, way: str, s: int, k: int) -> list[Tensor]:
+        """What the action of stage `s` gave: here, or on the rank that sent it."""
+        if self.work.schedule.placement[s] == self.index:
+            return self.made.pop(Action(way, s, k))
+        return [wire.wait(x) for x in self.made.pop(Action(f"R{way}", s, k))]
+
+    def _send(self, way: str, s: int, k: int, to: int) -> None:
+        rank = self.work.schedule.placement[to]
+        for handle in self.handles.pop((way, rank), []):
+            wire.sent(handle)
+        values = self.made.pop(Action(way, s, k))
+        handles = [wire.isend(x, rank, self.work.group) for x in values]
+        self.handles[way, rank] = noted("action", f"{way}{s}.{k}", handles)
+
+    def _receive(self, way: str, s: int, k: int, metas: Sequence[Meta]) -> None:
+        rank = self.work.schedule.placement[s]
+        found = [wire.irecv(m.shape, m.dtype, m.device, rank, self.work.group) for m in metas]
+        self.made[Action(f"R{way}", s, k)] = found
+
+    def _SF(self, s: int, k: int) -> None:
+        self._send("F", s, k, s + 1)
+
+    def _RF(self, s: int, k: int) -> None:
+        self._receive("F", s - 1, k, self.work.stages[s - 1].given)
+
+    def _SB(self, s: int, k: int) -> None:
+        self._send("B", s, k, s - 1)
+
+    def _RB(self, s: int, k: int) -> None:
+        made = self.work.stages[s].joint
+        self._receive("B", s + 1, k, [made.results[i] for i in made.floats])
