@@ -2,8 +2,8 @@
 
     python -m benchmarks.precision [--quick] [--json]
 
-The same weights and batches in every precision, for each seed: float32 on one rank, the others on four simulated ones
-(dp=4, ZeRO-3). In float16, whose loss scale starts at 2**16, the gradient of one rank, each in turn, overflows every 20
+The same weights and batches in every precision, for each seed: float32 on one rank, the others on two simulated ones
+(dp=2, ZeRO-3). In float16, whose loss scale starts at 2**16, the gradient of one rank, each in turn, overflows every 20
 steps: those steps are skipped. Prints the mean loss of the last 20 steps. Exits with 1 where bfloat16 is off by more
 than 0.5 % of float32 or float16 by more than 1 %, where float32 falls by less than a nat, or where other steps than
 those are skipped.
@@ -68,7 +68,7 @@ def runs(compute: str, seeds: Sequence[int], steps: int, tokens: Tensor) -> list
         clip=1.0,
     )
     train, out = sl.jit(train, donate_argnums=0), []
-    with sl.make_mesh(dp=1 if compute == "f32" else 4, tp=1, simulate=True) as mesh:
+    with sl.make_mesh(dp=1 if compute == "f32" else 2, tp=1, simulate=True) as mesh:
         for seed in seeds:
             state, found = train.init(sl.init(gpt.GPT, sizes=SIZES, key=sl.random.key(seed))), []
             for i in range(steps):
