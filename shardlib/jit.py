@@ -90,6 +90,9 @@ class Lowered:
     def running(self, log: Log | None = None) -> GraphModule:
         """The graphs as they run here: processes that talk gloo change some collectives, those of a log tell it."""
         module = self.module
+        if not self.mesh.simulate or self.mesh.total == 1:
+            for group in group_names(module):  # made by all of its ranks, where one has traced for all
+                self.mesh.group(group.rpartition("/")[2].split(","))
         if log is not None and self.backend not in ("inductor", "cudagraph"):
             module = telling(copied(module), log)
         gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
@@ -101,8 +104,6 @@ class Lowered:
             log = wanted(self.mesh)
             if self.mesh.device.type == "cpu":
                 keep_freed()
-            for group in group_names(self.module):  # made by all of its ranks, where one has traced for all
-                self.mesh.group(group.rpartition("/")[2].split(","))
             run = runner(self.running(log), self.backend)
             self._run = log.around(run, self.name, self.mesh.name) if log is not None else run
         return self

@@ -330,12 +330,12 @@ def processes(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 4, jitted)
+    check(kind, LAYOUTS.index(kind), 2, jitted)
 
 
 @pytest.mark.parametrize("kind", ["none", "2", "3"])
 def test_passes_keep_bits(kind: str) -> None:
-    check(kind, 40 + LAYOUTS.index(kind), 2, moved)
+    check(kind, 40 + LAYOUTS.index(kind), 1, moved)
 
 
 @pytest.mark.parametrize("kind", ["3", "hand"])

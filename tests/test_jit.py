@@ -340,7 +340,7 @@ def test_lower_takes_abstract_arrays():
 
 
 def test_an_unknown_backend():
-    with pytest.raises(sl.SpecError, match="unknown backend `triton`; there are `graph`, `regional` and `inductor`"):
+    with pytest.raises(sl.SpecError, match="unknown backend `triton`; there are `graph`, `regional`, `inductor` and `cudagraph`"):
         sl.jit(doubled, backend="triton")
 
 

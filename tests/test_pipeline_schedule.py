@@ -57,7 +57,7 @@ def test_costs_and_transfers_take_time() -> None:
 def test_what_is_computed_is_enough_and_receives_come_early() -> None:
     made = Schedule([["F0.0", "F0.1", "B0.0", "B0.1"], ["F1.0", "B1.0", "F1.1", "B1.1"]])
     assert [" ".join(map(str, row)) for row in made.lists] == [
-        "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1",
+        "F0.0 SF0.0 F0.1 SF0.1 RB0.0 RB0.1 B0.0 B0.1",
         "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1",
     ]
     assert Schedule(made.lists) == made, "a whole table says the same"
