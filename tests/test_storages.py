@@ -59,11 +59,11 @@ def limited(limit: int) -> list[passes.Pass]:
     return [partial(p, limit=limit) if p in limits else p for p in passes.default]  # type: ignore[call-arg]
 
 
-def made(cls: Any, stage: int, limit: int, **options: Any) -> tuple[Jitted, Any, Any]:
+def made(cls: Any, stage: int, limit: int, model: int = 24, **options: Any) -> tuple[Jitted, Any, Any]:
     """A jitted step with its arguments, on the current mesh."""
     train = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(cls), stage=stage), **options)
-    state = train.init(sl.init(cls, sizes=SIZES, key=sl.random.key(1)))
-    batch = sl.shard(torch.linspace(-1, 1, 24 * 24, dtype=F64).view(24, 24), "batch/dp model")
+    state = train.init(sl.init(cls, sizes=SIZES | dict(model=model), key=sl.random.key(1)))
+    batch = sl.shard(torch.linspace(-1, 1, 24 * model, dtype=F64).view(24, model), "batch/dp model")
     return sl.jit(train, donate_argnums=0, passes=limited(limit)), state, batch  # type: ignore[return-value]
 
 
@@ -80,14 +80,26 @@ def measured(cls: Any, stage: int, limit: int, **options: Any) -> tuple[list[Poi
     return found, [torch.Size(c.shape).numel() * c.dtype.itemsize * size[c.axis] for c in gathers]
 
 
-@pytest.mark.parametrize("mesh, limit", [(dict(dp=2, tp=2), 1), (dict(dp=2, tp=2), 1 << 20), (dict(dp=3, tp=1), 16000)])
+@pytest.mark.parametrize(
+    "mesh, limit, options",
+    [
+        (dict(dp=2, tp=2), 1, {}),
+        (dict(dp=2, tp=2), 1 << 20, {}),
+        (dict(dp=3, tp=1), 16000, {}),
+        (dict(dp=2, tp=1), 16000, dict(accumulate=3)),
+        (dict(dp=2, tp=2), 1, dict(model=25)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("cls", [Listed, Stacked])
-def test_two_groups_of_weights_are_whole(cls, mesh, limit):
-    """A group is what one collective gathers, or what a turn of a loop needs; or one is, and its copy in order."""
+def test_two_groups_of_weights_are_whole(cls, mesh, limit, options):
+    """A group is what one collective gathers, or what a turn of a loop needs; or one is, and its copy in order. Of
+    uneven leaves too, whose padding is gathered with them."""
     with sl.make_mesh(mesh, simulate=True):
-        found, groups = measured(cls, 3, limit)
+        found, groups = measured(cls, 3, limit, **options)
     if cls is Stacked:
-        groups = [(2 * 24 + 1) * 36 * 8 // mesh["tp"]] * SIZES["layers"]
+        model = -(-options.get("model", 24) // mesh["dp"]) * mesh["dp"]
+        groups = [(2 * model + 1) * 36 * 8 // mesh["tp"]] * SIZES["layers"]
     whole = max(p.bytes["copies"] for p in found)
     assert max(groups) < whole <= max(2 * max(groups), *(a + b for a, b in pairwise(groups)))
 

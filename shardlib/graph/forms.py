@@ -9,10 +9,11 @@ from torch.fx import Node
 
 from shardlib.graph.nodes import arg
 
-# what only arranges a value's elements anew
+# what only arranges a value's elements anew, or leaves some out, as the padding of an uneven dimension
 ARRANGE: set[Any] = {
     *(getattr(torch.ops.aten, name).default for name in "view _unsafe_view permute t clone expand unsqueeze".split()),
     torch.ops.aten.transpose.int,
+    torch.ops.aten.slice.Tensor,
     torch.ops.aten.squeeze.dim,
 }
 

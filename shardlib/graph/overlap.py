@@ -24,7 +24,7 @@ from shardlib.graph.nodes import (
 
 aten = torch.ops.aten
 _HELD = ("psum_scatter", "all_gather")  # whose operands are kept, and may be so for long
-_THROUGH = ARRANGE | {WAIT, UNPACK, getitem, aten.slice.Tensor}  # of a collective's result, only another form
+_THROUGH = ARRANGE | {WAIT, UNPACK, getitem}  # of a collective's result, only another form
 
 
 def overlap(module: GraphModule, ahead: int = 1, limit: int = 16 << 20) -> GraphModule:
