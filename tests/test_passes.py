@@ -245,6 +245,18 @@ def test_overlap_waits_late_and_gathers_one_ahead():
         assert_same(step, use)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_overlap_issues_a_gather_before_its_wait(ahead):
+    """Also where the use reads a number that is made, after the wait, of another gathered weight."""
+
+    def scaled(w: Net, batch: Tensor) -> sl.Mean:
+        head, scale = sl.gather(w.head, "dp"), sl.gather(w.layers[0].w_in, ("dp", "tp")).sum()
+        return sl.Mean.of("batch/dp classes", torch.tanh(batch @ (head * scale)) ** 2)
+
+    with sl.make_mesh(dp=4, tp=1, simulate=True):
+        assert_same(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
+
+
 @pytest.mark.parametrize("options", [{}, dict(clip=0.5), dict(accumulate=2)], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_all_of_them(stage, options):

@@ -55,6 +55,7 @@ def loss(w: Any, batch: Tensor) -> sl.Mean:
 
 
 def limited(limit: int) -> list[passes.Pass]:
+    """The default passes with another limit."""
     limits = (passes.bucket, passes.overlap, passes.join)
     return [partial(p, limit=limit) if p in limits else p for p in passes.default]  # type: ignore[call-arg]
 
@@ -119,6 +120,15 @@ def test_micro_batches_count_within_their_step():
     with sl.make_mesh(dp=2, tp=2, simulate=True):
         found, _ = measured(Stacked, 3, 16000, accumulate=2)
     assert {"microbatch", "step", "layer"} <= {p.graph for p in found}
+
+
+def test_nodes_that_give_nothing_are_passed_by():
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        _, state, batch = made(Stacked, 3, 1)
+        step = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(Stacked), stage=3))
+        f = sl.jit(step, passes=[*passes.default, passes.check_finite])
+        said = alive(f.lower(state, batch).running())
+        assert sl.testing.memory(f, state, batch) == said
 
 
 def test_processes_hold_what_is_said():

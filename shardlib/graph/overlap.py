@@ -19,6 +19,7 @@ from shardlib.graph.nodes import (
     positions,
     size_of,
     started,
+    wait_of,
     written,
 )
 
@@ -88,12 +89,12 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
             if made is not None:
                 at = [order[u] for u in spread(start, _THROUGH)[1]]
                 gathers.append((min(at), max(at), [*made, start]))
-    uses = sorted({use for use, _, _ in gathers})
+    uses = sorted({use for use, *_ in gathers})
     moving, placed = {n for *_, moved in gathers for n in moved}, set[Node]()
     for use, _, moved in sorted(gathers, key=lambda g: g[0]):
         i = uses.index(use) - ahead
         done = [last + 1 for begun, last, _ in gathers if i > 0 and begun < uses[i] and last < use]
-        place = max([uses[i] if i >= 0 else len(inputs(graph)), *done])
+        place = min(max([uses[i] if i >= 0 else len(inputs(graph)), *done]), order[wait_of(moved[-1])])
         before = next(n for n in nodes[place:] if n not in moving)
         for node in moved:
             if node not in placed and (order[node] > order[before] or node is moved[-1]):

@@ -107,7 +107,7 @@ class _Recorder:
         several: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         for key in now.graph.begins.get(now.node, ()):
             at = 0 if key is now.node else key.args[1] if isinstance(key, Node) else key[1]
-            if isinstance(at, int):
+            if isinstance(at, int) and isinstance(several[at], Tensor):
                 self.add(several[at], now.graph.kinds[key])
         for x in several:
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
