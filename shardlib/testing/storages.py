@@ -17,6 +17,7 @@ from shardlib.graph.nodes import KEEP, WAIT
 from shardlib.graph.program import copied, runner
 from shardlib.jit import Jitted
 from shardlib.simulate import run_lockstep
+from shardlib.switch import Switch
 
 _PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
 
@@ -26,10 +27,15 @@ def memory(f: Callable[..., Any], *args: Any) -> list[Point]:
 
     The points are what `f.lower(*args).memory()` takes the largest of, by counting instead of reading the graphs; kinds
     are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective or call, as
-    processes keep them. All ranks of a mesh of processes call it. Raises `SpecError` where `f` is not jitted.
+    processes keep them. All ranks of a mesh of processes call it. Raises `SpecError` where `f` is not jitted, and for a
+    pipeline, whose ranks run different graphs.
     """
     if not isinstance(f, Jitted):
         raise SpecError(f"testing.memory takes what `sl.jit` returns, not {f!r}")
+    if any(isinstance(each, Switch) for each in f.lower(*args).module.modules()):
+        raise SpecError(
+            f"testing.memory: ranks of the pipeline {f.__name__} run different graphs; count a step without"
+        )
     program, given = f.given(*args)
     many = program.mesh.simulate and program.mesh.total > 1
     module = program.running()
