@@ -105,11 +105,22 @@ def test_two_groups_of_weights_are_whole(cls, mesh, limit, options):
     assert max(groups) < whole <= max(2 * max(groups), *(a + b for a, b in pairwise(groups)))
 
 
-@pytest.mark.parametrize("cls, stage, limit", [(Listed, 0, 1), (Listed, 1, 8000), (Stacked, 2, 1), (Stacked, 3, 8000)])
-def test_state_is_held_once(cls, stage, limit):
+@pytest.mark.parametrize(
+    "cls, stage, limit, options",
+    [
+        (Listed, 0, 1, {}),
+        (Listed, 1, 8000, {}),
+        (Stacked, 2, 1, {}),
+        (Stacked, 3, 8000, {}),
+        (Stacked, 3, 8000, dict(accumulate=3)),
+        (Listed, 3, 8000, dict(model=25)),
+    ],
+    ids=str,
+)
+def test_state_is_held_once(cls, stage, limit, options):
     """From the first update on there are the state and one bucket, and a new count."""
     with sl.make_mesh(dp=2, tp=2, simulate=True):
-        found, groups = measured(cls, stage, limit, clip=0.5)
+        found, groups = measured(cls, stage, limit, clip=0.5, **options)
     state = sum(found[0].bytes[k] for k in ("parameters", "optimizer"))
     after = found[next(i for i, p in enumerate(found) if p.node.startswith("adamw")) :]
     kinds = ("parameters", "optimizer", "copies", "buckets")
