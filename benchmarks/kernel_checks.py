@@ -67,6 +67,19 @@ def check_triton_adamw(shape: tuple[int, ...], dtype: torch.dtype, device: str) 
     assert torch.equal(m, moments[0]) and torch.equal(v, moments[1])
 
 
+def check_several(one: Any, several: Any, dtype: torch.dtype, device: str) -> None:
+    """Updates of leaves of all `SHAPES`, one transposed, bitwise those of each alone."""
+    options = buffers((1,), dtype, device)[4:]
+    found, wanted = ([list(buffers(shape, dtype, device)[:4]) for shape in SHAPES] for _ in range(2))
+    for leaf in (found[1], wanted[1]):
+        leaf[:2] = (x.T.contiguous().T for x in leaf[:2])
+    several(*map(list, zip(*found, strict=True)), *options)
+    for leaf in wanted:
+        one(*leaf, *options)
+    for a, b in zip(found, wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def check_first_update(device: str) -> None:
     """Where b is 0 its power is 0, and m and v are those of the gradient alone."""
     p, g, m, v, rate, *_ = buffers((5,), torch.float32, device)
@@ -153,9 +166,11 @@ def check(device: str, shapes: list[tuple[int, ...]] = SHAPES) -> int:
     """All of the above, in every dtype; how many there were."""
     check_first_update(device)
     check_bad_logits(device)
+    for dtype in DTYPES:
+        check_several(adamw.triton_adamw_, adamw.triton_adamw_all_, dtype, device)
     for shape in shapes:
         for dtype in DTYPES:
             check_triton(shape, dtype, device)
             check_triton_adamw(shape, dtype, device)
             check_triton_scores(shape, dtype, device)
-    return 3 * len(shapes) * len(DTYPES) + 2
+    return (3 * len(shapes) + 1) * len(DTYPES) + 2

@@ -53,6 +53,9 @@ def cases() -> Iterator[Case]:
         kinds = f"*{p} *{p} *fp32 *fp32 *fp64 *i64 *{p if whole else 'fp32'} *fp32 *fp32 i32"
         constants = hyper | dict(WHOLE=whole, BLOCK=adamw.BLOCK)
         yield Case(f"adamw{'_' * whole} {p}", adamw.body, kinds, constants, adamw.WARPS)
+        if whole:
+            several = f"*i64 *{p} *{p} *fp32 *fp64 *i64"
+            yield Case(f"adamw_all_ {p}", adamw.body_all, several, constants, adamw.WARPS)
 
 
 def compiled(case: Case, target: int) -> dict[str, int]:

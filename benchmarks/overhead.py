@@ -1,6 +1,6 @@
 """What shardlib costs on one rank: CPU time per step of a small GPT (10.5M parameters) against the same arithmetic in
-plain torch.func (but for shardlib's fused RMSNorm and AdamW), paired A B C A B C, with medians of ratios; and
-microseconds per op while types are on.
+plain torch.func (but for shardlib's fused RMSNorm and AdamW), paired A B C A B C, with medians of ratios;
+microseconds per op while types are on; and what `passes.join` gains, where AdamW updates many small leaves.
 
     python -m benchmarks.overhead [--rounds 7] [--json]
 """
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardlib as sl
 from benchmarks.models import EPS, SIZES, Batch, Gpt, angles, loss, rotated, tokens
 from shardlib import tree
+from shardlib.optim.base import apply_updates
 
 SIZE = SIZES["small"]
 
@@ -83,6 +84,37 @@ def counted(run: Callable[[], Any]) -> int:
     return Count.n
 
 
+LEAVES, ELEMENTS = 200, 1000
+
+
+def updates(rounds: int) -> dict[str, float]:
+    """Median CPU seconds of AdamW's update of `LEAVES` leaves: one call for all (`passes.join`), a call for each."""
+    optimizer = sl.optim.adamw(1e-3, weight_decay=0.1)
+
+    def update(state: Any, grads: Any) -> Any:
+        params, opt = state
+        new, opt = optimizer.update(grads, opt, params)
+        return apply_updates(params, new), opt
+
+    f = sl.shard_map(update, in_specs=None, out_specs=None)
+    apart = [p for p in sl.passes.default if p is not sl.passes.join]
+    runs = {"joined": sl.jit(f, donate_argnums=0), "apart": sl.jit(f, donate_argnums=0, passes=apart)}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with sl.make_mesh(dp=1, simulate=True):
+        leaves = {str(i): torch.sin(torch.arange(ELEMENTS) + i) for i in range(LEAVES)}
+        grads, init = sl.shard(leaves, "_"), sl.shard_map(optimizer.init, in_specs=None, out_specs=None)
+        states = {name: (params, init(params)) for name in runs for params in [sl.shard(leaves, "_")]}
+        for i in range(10 * rounds + 1):
+            for name, run in runs.items():
+                began = time.process_time()
+                states[name] = run(states[name], grads)
+                if i:  # the first traces
+                    seconds[name].append(time.process_time() - began)
+        for a, b in zip(*(tree.leaves(sl.gather(state)) for state in states.values()), strict=True):
+            assert torch.equal(a, b)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -130,9 +162,13 @@ def main() -> None:
     print(f"{'':8}{'s/step':>9}{'ratio':>8}{'us/op':>8}")
     for name in runs:
         print(f"{name:8}{statistics.median(seconds[name]):9.3f}{ratios[name]:8.3f}{extra[name]:8.1f}")
+    adamw = updates(args.rounds)
+    joined, apart = (1e3 * adamw[name] for name in ("joined", "apart"))
+    ratio = f"{joined:.2f} ms joined, {apart:.2f} apart, ratio {joined / apart:.2f}"
+    print(f"AdamW of {LEAVES} leaves of {ELEMENTS:,}: {ratio}")
     if args.json:
         medians = {name: statistics.median(s) for name, s in seconds.items()}
-        print(json.dumps({"ops": ops, "seconds": medians, "ratio": ratios}))
+        print(json.dumps({"ops": ops, "seconds": medians, "ratio": ratios, "adamw": adamw}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AdamW over one buffer: plain reference, CPU kernel, Triton body, registration as opaque ops.
+"""AdamW over one buffer or several: plain reference, CPU kernel, Triton bodies, registration as opaque ops.
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
     update = -lr (m / (1 - b1^count) / (sqrt(v / (1 - b2^count)) + eps) + decay p)
@@ -10,6 +10,7 @@ float64, whatever those of p and g.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def advance(
     torch updates a buffer of zeros here: the update then has all of its bits, where (p + update) - p would not.
     """
     update = torch.zeros_like(m)
-    _fused(update, g, m, v, lr, count, b1, b2, eps, 0.0)
+    _fused([update], [g], [m], [v], lr, count, b1, b2, eps, 0.0)
     return update.add_(p, alpha=-lr.item() * decay) if decay else update
 
 
@@ -65,17 +66,23 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> tuple[T
 
 
 def _adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> None:
-    if p.dtype == m.dtype and p.is_contiguous():
+    _all([p], [g], [m], [v], *options)
+
+
+def _all(ps: Sequence[Tensor], gs: Sequence[Tensor], ms: Sequence[Tensor], vs: Sequence[Tensor], *options: Any) -> None:
+    whole = [i for i, p in enumerate(ps) if p.dtype == ms[i].dtype and p.is_contiguous()]
+    if whole:
+        p, g, m, v = ([xs[i] for i in whole] for xs in (ps, gs, ms, vs))
         _fused(p, g, m, v, *options)
-    else:
-        p.add_(advance(p, g, m, v, *options))
+    for i in {*range(len(ps))}.difference(whole):
+        ps[i].add_(advance(ps[i], gs[i], ms[i], vs[i], *options))
 
 
 def _fused(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
+    ps: list[Tensor],
+    gs: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
     lr: Tensor,
     count: Tensor,
     b1: float,
@@ -83,11 +90,11 @@ def _fused(
     eps: float,
     decay: float,
 ) -> None:
-    """torch's own update, one pass in C++, in place; all contiguous and of one dtype, but for g."""
+    """torch's own update, one pass in C++, in place; each leaf contiguous and of one dtype, but for its g."""
     options: dict[str, Any] = dict(lr=lr.item(), beta1=b1, beta2=b2, weight_decay=decay, eps=eps)
-    steps = [count.to(torch.float32)]
-    grads = [g.to(m.dtype).contiguous()]
-    torch.ops.aten._fused_adamw_([p], grads, [m], [v], [], steps, amsgrad=False, maximize=False, **options)
+    steps = [count.to(torch.float32)] * len(ps)
+    grads = [g.to(m.dtype).contiguous() for g, m in zip(gs, ms, strict=True)]
+    torch.ops.aten._fused_adamw_(ps, grads, ms, vs, [], steps, amsgrad=False, maximize=False, **options)
 
 
 def _shapes(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +118,12 @@ adamw_ = torch.library.custom_op(
     schema=f"(Tensor(a!) p, Tensor g, Tensor(b!) m, Tensor(c!) v, {OPTIONS}) -> ()",
 )
 adamw_.register_fake(lambda *_: None)
+# the same for each of several leaves, which share dtypes and options; one launch on a GPU
+_lib = torch.library.Library("shardlib", "FRAGMENT")
+_lib.define(f"adamw_all_(Tensor(a!)[] ps, Tensor[] gs, Tensor(b!)[] ms, Tensor(c!)[] vs, {OPTIONS}) -> ()")
+_lib.impl("adamw_all_", _all, "CPU")
+_lib.impl("adamw_all_", lambda *_: None, "Meta")
+adamw_all_ = torch.ops.shardlib.adamw_all_.default
 
 
 try:
@@ -121,8 +134,47 @@ try:
 except ImportError:
     pass  # without Triton there is the CPU
 else:
-    # A block per program. LOG_B is the logarithm of b: the count is read on the device, its power taken in float64.
-    # `Out` gets the update; where it is P itself (WHOLE), p + update.
+    # LOG_B is the logarithm of b: the count is read on the device, its power taken in float64. The block `at` of `n`
+    # elements; `Out` gets the update; where it is P itself (WHOLE), p + update.
+    @triton.jit
+    def block(
+        P,
+        G,
+        M,
+        V,
+        Rate,
+        Count,
+        Out,
+        NewM,
+        NewV,
+        at,
+        n,
+        B1: tl.constexpr,
+        B2: tl.constexpr,
+        LOG_B1: tl.constexpr,
+        LOG_B2: tl.constexpr,
+        EPS: tl.constexpr,
+        DECAY: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):
+        wide = M.dtype.element_ty
+        rate, t = tl.load(Rate).to(tl.float64), tl.load(Count).to(tl.float64)
+        fix1 = 1 - tl.exp(t * tl.full((), LOG_B1, tl.float64))
+        fix2 = 1 - tl.exp(t * tl.full((), LOG_B2, tl.float64))
+        alpha, root = (rate / fix1).to(wide), tl.sqrt(fix2).to(wide)
+        inside = at < n
+        p = tl.load(P + at, mask=inside, other=0).to(wide)
+        g = tl.load(G + at, mask=inside, other=0).to(wide)
+        m = B1 * tl.load(M + at, mask=inside, other=0) + (1 - B1) * g
+        v = B2 * tl.load(V + at, mask=inside, other=0) + (1 - B2) * g * g
+        out = -(alpha * m / (tl.sqrt(v) / root + EPS) + (rate * DECAY).to(wide) * p)
+        if WHOLE:
+            out += p
+        tl.store(Out + at, rounded(out, Out.dtype.element_ty), mask=inside)
+        tl.store(NewM + at, m, mask=inside)
+        tl.store(NewV + at, v, mask=inside)
+
+    # A block per program.
     @triton.jit
     def body(
         P,
@@ -144,44 +196,47 @@ else:
         WHOLE: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        wide = M.dtype.element_ty
-        rate, t = tl.load(Rate).to(tl.float64), tl.load(Count).to(tl.float64)
-        fix1 = 1 - tl.exp(t * tl.full((), LOG_B1, tl.float64))
-        fix2 = 1 - tl.exp(t * tl.full((), LOG_B2, tl.float64))
-        alpha, root = (rate / fix1).to(wide), tl.sqrt(fix2).to(wide)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < n
-        p = tl.load(P + at, mask=inside, other=0).to(wide)
-        g = tl.load(G + at, mask=inside, other=0).to(wide)
-        m = B1 * tl.load(M + at, mask=inside, other=0) + (1 - B1) * g
-        v = B2 * tl.load(V + at, mask=inside, other=0) + (1 - B2) * g * g
-        out = -(alpha * m / (tl.sqrt(v) / root + EPS) + (rate * DECAY).to(wide) * p)
-        if WHOLE:
-            out += p
-        tl.store(Out + at, rounded(out, Out.dtype.element_ty), mask=inside)
-        tl.store(NewM + at, m, mask=inside)
-        tl.store(NewV + at, v, mask=inside)
+        block(P, G, M, V, Rate, Count, Out, NewM, NewV, at, n, B1, B2, LOG_B1, LOG_B2, EPS, DECAY, WHOLE)
+
+    # Leaf `program_id(1)`: a row of `Leaves` has the addresses of p, g, m, v and the number of elements. P, G and M are
+    # those of the first leaf, for their types.
+    @triton.jit
+    def body_all(
+        Leaves,
+        P,
+        G,
+        M,
+        Rate,
+        Count,
+        B1: tl.constexpr,
+        B2: tl.constexpr,
+        LOG_B1: tl.constexpr,
+        LOG_B2: tl.constexpr,
+        EPS: tl.constexpr,
+        DECAY: tl.constexpr,
+        WHOLE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = Leaves + tl.program_id(1) * 5
+        at, n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.load(row + 4)
+        p, g = tl.load(row).to(P.dtype), tl.load(row + 1).to(G.dtype)
+        m, v = tl.load(row + 2).to(M.dtype), tl.load(row + 3).to(M.dtype)
+        block(p, g, m, v, Rate, Count, p, m, v, at, n, B1, B2, LOG_B1, LOG_B2, EPS, DECAY, WHOLE)
 
     BLOCK, WARPS = 1024, 4
 
-    def launch(
-        old: tuple[Tensor, ...],
-        new: tuple[Tensor, ...],
-        lr: Tensor,
-        count: Tensor,
-        b1: float,
-        b2: float,
-        eps: float,
-        decay: float,
-    ) -> None:
-        n, logs = new[0].numel(), [math.log(b) if b else -math.inf for b in (b1, b2)]
+    def constants(whole: bool, b1: float, b2: float, eps: float, decay: float) -> dict[str, Any]:
+        logs = [math.log(b) if b else -math.inf for b in (b1, b2)]
+        # Fusion is stated because its default differs between Triton versions.
+        options = dict(WHOLE=whole, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=True)
+        return dict(B1=b1, B2=b2, LOG_B1=logs[0], LOG_B2=logs[1], EPS=eps, DECAY=decay) | options
+
+    def launch(old: tuple[Tensor, ...], new: tuple[Tensor, ...], lr: Tensor, count: Tensor, *options: float) -> None:
+        n = new[0].numel()
         if n:
-            constants = dict(B1=b1, B2=b2, LOG_B1=logs[0], LOG_B2=logs[1], EPS=eps, DECAY=decay, BLOCK=BLOCK)
-            whole = new[0] is old[0]
-            # Fusion is stated because its default differs between Triton versions.
-            body[(triton.cdiv(n, BLOCK),)](
-                *old, lr, count, *new, n, WHOLE=whole, num_warps=WARPS, enable_fp_fusion=True, **constants
-            )
+            given: tuple[Any, ...] = (*old, lr, count, *new, n)
+            body[(triton.cdiv(n, BLOCK),)](*given, **constants(new[0] is old[0], *options))
 
     @adamw.register_kernel("cuda")
     def triton_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,3 +250,24 @@ else:
         launch((whole, g.contiguous(), m, v), (whole, m, v), *options)
         if whole is not p:
             p.copy_(whole)
+
+    def triton_adamw_all_(
+        ps: Sequence[Tensor],
+        gs: Sequence[Tensor],
+        ms: Sequence[Tensor],
+        vs: Sequence[Tensor],
+        lr: Tensor,
+        count: Tensor,
+        *options: float,
+    ) -> None:
+        whole, gs = [p.contiguous() for p in ps], [g.contiguous() for g in gs]
+        rows = [[x.data_ptr() for x in xs] + [xs[0].numel()] for xs in zip(whole, gs, ms, vs, strict=True)]
+        blocks = triton.cdiv(max(n for *_, n in rows), BLOCK)
+        if blocks:
+            leaves = torch.tensor(rows).to(lr.device, non_blocking=True)
+            body_all[blocks, len(rows)](leaves, whole[0], gs[0], ms[0], lr, count, **constants(True, *options))
+        for p, x in zip(ps, whole, strict=True):
+            if x is not p:
+                p.copy_(x)
+
+    _lib.impl("adamw_all_", triton_adamw_all_, "CUDA")

@@ -71,9 +71,10 @@ class Lowered:
         """Every collective with its name, op, axis and the bytes each rank sends."""
         return collectives(self.module)
 
-    def memory(self) -> Point:
-        """The moment when most is alive on a rank: bytes of parameters, gradients, optimizer state and the rest."""
-        return max(alive(self.module), key=lambda point: point.total)
+    def memory(self, *kinds: str) -> Point:
+        """The moment when most is alive on a rank, of some kinds or of all, and the bytes of each: `parameters`, their
+        `copies` (gathered, sliced), `buckets` to be sent, `gradients`, `optimizer` and `other`."""
+        return max(alive(self.running()), key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
 
     def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
         """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.

@@ -16,19 +16,20 @@ from shardlib.graph.fuse import fuse as fuse
 from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
+from shardlib.graph.join import join as join
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.recompute import recompute as recompute
 from shardlib.graph.regather import regather as regather
 from shardlib.switch import Switch
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse)
+default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse, join)
 
 
 def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
-    """With `fuse` where regions are compiled, before what writes in place; without `reuse` where all is, since a
-    compiler places values itself."""
-    found = [one for one in passes if backend != "inductor" or one is not reuse]
+    """With `fuse` where regions are compiled, before what writes in place; without `reuse` and `join` where all is,
+    since a compiler places values itself."""
+    found = [one for one in passes if backend != "inductor" or one not in (reuse, join)]
     if backend == "regional" and fuse not in found:
         found.insert(next((i for i, one in enumerate(found) if one in (in_place, reuse)), len(found)), fuse)
     return tuple(found)

@@ -27,6 +27,7 @@ from benchmarks.kernel_checks import (
     check_bad_logits,
     check_first_update,
     check_scores,
+    check_several,
     check_triton,
     check_triton_adamw,
     check_triton_scores,
@@ -145,6 +146,11 @@ def test_registration(shape):
             torch.library.opcheck(op, (dpicked, dlse, logits, at, lse), test_utils=checks)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_update_of_several_leaves_is_that_of_each(dtype):
+    check_several(adamw.adamw_, adamw.adamw_all_, dtype, "cpu")
+
+
 def test_trace_keeps_each_op_whole():
     def both(dy, x, scale):
         y, rstd = kernel.rms_norm(x, scale, EPS)
@@ -195,7 +201,7 @@ def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
         (c.name, f"sm_{t}") for c in compiler.cases() for t in compiler.TARGETS
     }
     assert {r["kernel"].split()[0] for r in rows} == {
-        *("rms_norm", "rms_norm_backward", "adamw", "adamw_"),
+        *("rms_norm", "rms_norm_backward", "adamw", "adamw_", "adamw_all_"),
         *("token_scores", "token_scores_backward"),
     }
     assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]

@@ -40,7 +40,7 @@ LAYERS = [
     ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
     ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],
     ["loss_scale", "precision"],
-    ["graph.lines", "graph.nodes", "graph.fuse", "graph.record", "graph.trace", "graph.memory"],
+    ["graph.lines", "graph.nodes", "graph.forms", "graph.fuse", "graph.record", "graph.trace"],
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
@@ -50,12 +50,13 @@ LAYERS = [
         "graph.hoist",
         "graph.overlap",
         "graph.in_place",
+        "graph.join",
         "graph.gloo",
         "graph.finite",
         "passes",
     ],
     ["graph.captured", "graph.program"],
-    ["graph.timeline", "graph.text"],
+    ["graph.timeline", "graph.text", "graph.memory"],
     ["identity", "meeting"],  # what functions are; what processes run together
     ["graph.stored", "graph.digests", "log", "cache", "signature"],
     [
@@ -92,6 +93,7 @@ LAYERS = [
         "testing.functions",
         "testing.steps",
         "testing.optimizers",
+        "testing.storages",
     ],
 ]
 ORDER = [name for layer in LAYERS for name in layer]

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib import passes, tree
 from shardlib.graph.buckets import UNPACK
+from shardlib.graph.forms import ARRANGE
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased, op_name
-from shardlib.graph.program import copied
+from shardlib.graph.nodes import STARTS, WAIT, aliased, op_name
+from shardlib.graph.program import copied, graphs
 from shardlib.simulate import run_lockstep
 from tests.ranks import on_ranks
 
@@ -241,6 +243,18 @@ def test_overlap_waits_late_and_gathers_one_ahead():
             if n.target is WAIT and STARTS.get(n.args[0].target) == "psum_scatter":
                 assert "backward" not in min(n.users, key=at.__getitem__).meta, "waited for in the optimizer"
         assert_same(step, use)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_overlap_issues_a_gather_before_its_wait(ahead):
+    """Also where the use reads a number that is made, after the wait, of another gathered weight."""
+
+    def scaled(w: Net, batch: Tensor) -> sl.Mean:
+        head, scale = sl.gather(w.head, "dp"), sl.gather(w.layers[0].w_in, ("dp", "tp")).sum()
+        return sl.Mean.of("batch/dp classes", torch.tanh(batch @ (head * scale)) ** 2)
+
+    with sl.make_mesh(dp=4, tp=1, simulate=True):
+        assert_same(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
 
 
 @pytest.mark.parametrize("options", [{}, dict(clip=0.5), dict(accumulate=2)], ids=str)
@@ -469,18 +483,75 @@ def test_in_place_gradient_of_logits(used):
         torch.testing.assert_close(b, a) if isinstance(a, Tensor) else None
 
 
-def test_for_gloo_keeps_values():
+@sl.pytree
+class Stacked:
+    layers: Layer = sl.stack("layers")
+    head: Tensor = sl.spec("model/dp classes")
+
+
+def scanned(w: Stacked, batch: Tensor) -> sl.Mean:
+    x, _ = sl.scan(lambda x, w: (block(w, x), None), batch, w.layers)
+    return sl.Mean.of("batch/dp classes", torch.tanh(x @ sl.gather(w.head, "dp")) ** 2)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_for_gloo_keeps_values(scan):
+    """Also where a turn of a loop starts what its caller waits for."""
     with sl.make_mesh(MESH, simulate=True) as mesh:
         step = train(3)
         state, batch = state_and_batch(step)
+        if scan:
+            step = sl.step(scanned, sl.optim.sgd(0.1), layout=sl.zero(sl.specs(Stacked), stage=3))
+            sizes = dict(layers=3, model=8, hidden=6, classes=4)
+            state = step.init(sl.init(Stacked, sizes=sizes, key=sl.random.key(1), dtype=torch.float64))
         program = sl.jit(step).lower(state, batch)
-        own = copied(program.module)
-        assert "psum_scatter" not in ops(for_gloo(own)) and "psum_scatter" in ops(program.module)
+        own = passes.applied([for_gloo], copied(program.module))
+        plain, other = ({op for _, m in graphs(module) for op in ops(m)} for module in (program.module, own))
+        assert "psum_scatter" in plain and "psum_scatter" not in other
         inputs = [[x.shards[r] for x in tree.leaves((state, batch))] for r in range(mesh.total)]
         plain, other = (run_lockstep(mesh, m, [list(i) for i in inputs]) for m in (program.module, own))
         for a, b in zip(plain, other, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_join_makes_one_update_of_neighbours():
+    """Not beyond a wait, nor of leaves with other options, nor more bytes than the limit."""
+    optimizer = sl.optim.adamw(0.1, weight_decay=0.1, mask=sl.optim.matrices)
+    updates = torch.ops.shardlib.adamw_.default, torch.ops.shardlib.adamw_all_.default
+    with sl.make_mesh(MESH, simulate=True):
+        step = sl.step(loss, optimizer, layout=sl.zero(sl.specs(Net), stage=3))
+
+        def sizes(limit: int) -> list[int]:
+            joined = [partial(passes.join, limit=limit) if p is passes.join else p for p in passes.default]
+            module = sl.jit(step, passes=joined, donate_argnums=0).lower(*state_and_batch(step)).module
+            found = [n for n in module.graph.nodes if n.target in updates]
+            return sorted(len(n.args[0]) if n.target is updates[1] else 1 for n in found)
+
+        assert sizes(1) == [1] * 7
+        assert sum(sizes(16 << 20)) == 7 and 2 <= max(sizes(16 << 20)) <= 5  # the two biases do not decay
+        found: list[list[Tensor]] = []
+        for use in ([p for p in passes.default if p is not passes.join], passes.default):
+            state, batch = state_and_batch(step)
+            run = sl.jit(step, passes=use, donate_argnums=0)
+            for _ in range(2):
+                state, _ = run(state, batch)
+            found.append(tree.leaves(sl.gather(state)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_join_leaves_what_is_read_or_written_between():
+    def f(p: Tensor, q: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, count: Tensor) -> Any:
+        options = (lr, count, 0.9, 0.999, 1e-8, 0.0)
+        m2, v2 = m.clone(), v.clone()
+        torch.ops.shardlib.adamw_(p, g, m, v, *options)
+        h = p * 2  # reads the new p
+        torch.ops.shardlib.adamw_(q, h, m2, v2, *options)
+        return p.clone(), q.clone()
+
+    args = [torch.full((3,), x) for x in (1.0, 2.0, 3.0, 0.0, 0.0)]
+    module = passes.join(make_fx(f, tracing_mode="fake")(*args, torch.tensor(0.1), torch.tensor(1)))
+    assert [str(n.target) for n in module.graph.nodes if "adamw" in str(n.target)] == ["shardlib.adamw_.default"] * 2
 
 
 def test_a_pass_of_ones_own():

@@ -113,6 +113,8 @@ def test_a_program_calls_each_function_once_traced() -> None:
     with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
         state = step.init(sl.shard(model(weights(4, True), 1), specs(True, 1)))
         program = step.lower(state, sl.shard(batch(8, 0), "batch/dp seq"))
+        with pytest.raises(sl.SpecError, match=r"testing\.memory: ranks of the pipeline \w+ run different graphs"):
+            sl.testing.memory(step, state, sl.shard(batch(8, 0), "batch/dp seq"))
     graphs = {name for name in program.program if not name.startswith("layer")}
     functions = {f"{f}{way}" for f in ("first", "stage", "last") for way in ("", "_backward")}
     assert graphs == {"step", "pipeline", "weights"} | functions

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from shardlib.graph.forms import ARRANGE, arranged, at_rest, spread
 from shardlib.graph.nodes import (
     STARTS,
     WAIT,
     arg,
-    arranged,
-    at_rest,
     dead_code,
     emit,
     group,
@@ -69,18 +68,24 @@ def bucket(module: GraphModule, limit: int = 16 << 20) -> GraphModule:
         a = all_gather(v); b = all_gather(w)      ->      a, b = unpack(all_gather(pack(v, w)))
 
     A collective waits for the bucket's last operand, never beyond the first use of a result; gathers of parameters wait
-    for none. What belongs to different passes (forward, backward, one `remat`) stays apart. Copies in and out take one
-    pass each, in which dimensions change places as the collective needs them; sums and scatters need none out. Sums
-    differ by rounding at most.
+    for none, and go together as they are used. What belongs to different passes (forward, backward, one `remat`) stays
+    apart. Copies in and out take one pass each, in which dimensions change places as the collective needs them; sums
+    and scatters need none out. Sums differ by rounding at most.
     """
     graph, pinned, order = module.graph, written(module.graph), positions(module.graph)
     filling: dict[Any, _Bucket] = {}
     full: list[_Bucket] = []
-    for start in graph.nodes:
-        op = STARTS.get(start.target)
-        if op not in ("all_gather", "psum_scatter", "psum") or "max" in start.args or pinned & {start, arg(start)}:
-            continue
-        early = op == "all_gather" and at_rest(arg(start)) is not None
+    starts = [
+        n
+        for n in graph.nodes
+        if STARTS.get(n.target) in ("all_gather", "psum_scatter", "psum")
+        and "max" not in n.args
+        and not pinned & {n, arg(n)}
+    ]
+    rests = {n for n in starts if STARTS[n.target] == "all_gather" and at_rest(arg(n)) is not None}
+    used = {n: min(order[u] for u in spread(wait_of(n), ARRANGE)[1]) for n in starts}
+    for start in sorted(starts, key=lambda n: (used if n in rests else order)[n]):
+        op, early = STARTS[start.target], start in rests
         passes = tuple(start.meta.get(k) for k in ("forward", "backward", "remat"))
         key = (start.target, start.args[1:], start.meta["val"].dtype, early, passes)
         size = size_of(start if op == "all_gather" else arg(start))
@@ -90,25 +95,33 @@ def bucket(module: GraphModule, limit: int = 16 << 20) -> GraphModule:
             full.append(b)
         b.starts.append(start)
         b.bytes += size
-        family = arranged(wait_of(start))
-        b.deadline = min([b.deadline, *(order[u] for n in family for u in n.users if u not in family)])
+        b.deadline = min(b.deadline, used[start])
     for b in full:
         if len(b.starts) > 1:
             _merge(b, order)
     return dead_code(module)
 
 
+def parameters(start: Node) -> list[Node] | None:
+    """The nodes that arrange and pack parameters for a gather, in order; None where other values are gathered."""
+    x = arg(start)
+    chains = [at_rest(o) for o in (arg(x) if x.target is PACK else [x])]
+    if any(c is None for c in chains):
+        return None
+    return [*dict.fromkeys(n for c in chains for n in c or ()), *([x] if x.target is PACK else [])]
+
+
 def _merge(b: _Bucket, order: dict[Node, int]) -> None:
     """One collective for those of a bucket."""
-    first, last = b.starts[0], b.starts[-1]
-    anchor = first if b.early else last
+    first = b.starts[0]
+    anchor = first if b.early else b.starts[-1]
     n = group(first)[1]
     gather, scatter = (STARTS[first.target] == op for op in ("all_gather", "psum_scatter"))
     for start in b.starts if b.early else ():
         for node in at_rest(arg(start)) or ():
             if order.get(node, 0) > order[anchor]:
                 anchor.prepend(node)
-    after = last.next  # where it is not early, what was made of earlier results moves here
+    after = anchor.next  # what was made of results before moves here
     with first.graph.inserting_before(anchor):
         rows = n if scatter else 1
         flat = emit(PACK, ([_source(arg(start), rows) for start in b.starts], rows), anchor)
@@ -119,8 +132,8 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
         for (old, new), family in zip(results, families, strict=True):
             old.replace_all_uses_with(new)
             new.meta |= {k: old.meta[k] for k in ("kind", "gradient") if k in old.meta}
-            for node in family if not b.early else ():
-                if order.get(node, sys.maxsize) < order[last]:  # what other buckets made stands later
+            for node in family:
+                if order.get(node, sys.maxsize) < order[anchor]:  # what other buckets made stands later
                     after.prepend(node)
 
 

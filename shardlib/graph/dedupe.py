@@ -4,7 +4,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, dead_code, written
+from shardlib.graph.forms import ARRANGE
+from shardlib.graph.nodes import STARTS, WAIT, dead_code, written
 
 
 def dedupe(module: GraphModule) -> GraphModule:

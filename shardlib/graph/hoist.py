@@ -4,11 +4,22 @@ from collections.abc import Sequence
 from operator import getitem
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardlib.graph.buckets import PACK
+from shardlib.graph.buckets import UNPACK, parameters
+from shardlib.graph.forms import ARRANGE, spread
 from shardlib.graph.joint import Layer
-from shardlib.graph.nodes import ARRANGE, STARTS, WAIT, aliased, arg, at_rest, dead_code, inputs, outputs
+from shardlib.graph.nodes import (
+    STARTS,
+    WAIT,
+    aliased,
+    ancestors,
+    arg,
+    dead_code,
+    inputs,
+    outputs,
+)
 
 
 def hoist(module: GraphModule) -> GraphModule:
@@ -22,7 +33,8 @@ def hoist(module: GraphModule) -> GraphModule:
         s = layer(w, x)                           s_ = layer(v_.wait(), x)
                                                   s = s_.wait()
 
-    `overlap` then issues a layer's gather while the layer before runs. Other graphs that are called keep theirs: a
+    What is gathered goes in as it is used, unpacked and in order, so that only one copy of it is alive. `overlap` then
+    issues a layer's gather while the layer before runs. Other graphs that are called keep theirs: a
     micro-batch's is long, and would have all its parameters whole. Bitwise the same.
     """
     sites: dict[Any, list[Node]] = {}
@@ -32,9 +44,9 @@ def hoist(module: GraphModule) -> GraphModule:
     for target, calls in sites.items():
         child: Any = module.get_submodule(target)
         for wait in [n for n in child.graph.nodes if n.target is WAIT]:
-            chain = _gather(wait)
+            chain = parameters(arg(wait)) if STARTS.get(arg(wait).target) == "all_gather" else None
             if chain is not None:
-                _before(child.graph, [*chain, wait], calls)
+                _before(child.graph, [*chain, arg(wait)], _copied(wait), calls)
         dead_code(child)
         for wait in [n for n in child.graph.nodes if n.target is WAIT]:
             chain = _returned(wait)
@@ -48,33 +60,31 @@ def _phases(node: Node) -> dict[str, Any]:
     return {k: node.meta[k] for k in ("forward", "backward", "remat") if k in node.meta}
 
 
-def _gather(wait: Node) -> list[Node] | None:
-    """The nodes that gather inputs for a wait, in order, if they do nothing else."""
-    start = arg(wait)
-    if STARTS.get(start.target) != "all_gather":
-        return None
-    x = arg(start)
-    chains = [at_rest(o) for o in (arg(x) if x.target is PACK else [x])]
-    if any(c is None for c in chains):
-        return None
-    return [*dict.fromkeys(n for c in chains for n in c or ()), *([x] if x.target is PACK else []), start]
+def _copied(wait: Node) -> list[Node]:
+    """A wait and what leads from it to copies in another order, in order."""
+    family = spread(wait, ARRANGE | {UNPACK, getitem})[0]
+    found = ancestors(n for n in family if n.target in (getitem, torch.ops.aten.clone.default))
+    return [wait, *(n for n in family[1:] if n in found)]
 
 
-def _before(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
-    """Move a chain of nodes that starts at inputs before the calls; its last value is a new input."""
+def _before(graph: Graph, chain: Sequence[Node], results: Sequence[Node], calls: Sequence[Node]) -> None:
+    """Move a chain of nodes that starts at inputs before the calls, and its results; what the rest of the graph reads
+    of these are new inputs."""
     given = inputs(graph)
+    ends = [n for n in results if any(u not in results for u in n.users)]
     for call in calls:
         copies: dict[Node, Node] = dict(zip(given, call.args, strict=True))  # type: ignore[arg-type]
         with call.graph.inserting_before(call):
-            for n in chain:
+            for n in (*chain, *results):
                 copies[n] = call.graph.node_copy(n, copies.__getitem__)
                 copies[n].meta |= _phases(call)
-        call.args = (*call.args, copies[chain[-1]])
+        call.args = (*call.args, *(copies[n] for n in ends))
     last = given[-1]
-    with graph.inserting_after(last):
-        new = graph.placeholder(f"whole{len(given)}")
-    new.meta = dict(chain[-1].meta)
-    chain[-1].replace_all_uses_with(new)
+    for i, end in enumerate(ends, len(given)):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"whole{i}")
+        last.meta = dict(end.meta)
+        end.replace_all_uses_with(last, lambda u: u not in results)
 
 
 def _returned(wait: Node) -> list[Node] | None:

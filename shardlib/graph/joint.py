@@ -13,15 +13,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 from shardlib import tree
 from shardlib.autodiff import as_gradient, dual
 from shardlib.errors import SpecError
+from shardlib.graph.forms import ARRANGE, at_rest
 from shardlib.graph.nodes import (
-    ARRANGE,
     STARTS,
     WAIT,
     acts,
     aliased,
     ancestors,
     arg,
-    at_rest,
     clean,
     inputs,
     outputs,

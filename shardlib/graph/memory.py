@@ -18,20 +18,21 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardlib.errors import amount
+from shardlib.graph.buckets import PACK, UNPACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.lines import said_at
-from shardlib.graph.nodes import inputs, outputs, roots
+from shardlib.graph.nodes import KEEP, STARTS, WAIT, arg, inputs, outputs, positions, roots
 from shardlib.switch import AT
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
-_COPIES = frozenset("clone constant_pad_nd cat own_slice".split())
+_COPIES = frozenset("clone constant_pad_nd cat own_slice unpack".split())
 
 
 @dataclass(frozen=True)
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
-    (gathered, sliced), `gradients`, `optimizer` and `other`."""
+    (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer` and `other`."""
 
     graph: str
     node: str
@@ -53,10 +54,14 @@ def alive(module: GraphModule, donated: Collection[int] = ()) -> list[Point]:
 
     `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end.
     """
-    paths = [n.meta.get("path", "") for n in inputs(module.graph)]
-    given = ("donated" in n.meta for n in inputs(module.graph))
-    gone = [g or p.split(".")[0] in map(str, donated) for g, p in zip(given, paths, strict=True)]
-    return list(_Graph(module, "step", [_of_path(p) for p in paths]).points(Counter(), gone))
+    given = inputs(module.graph)
+    gone = ["donated" in n.meta or n.meta.get("path", "").split(".")[0] in map(str, donated) for n in given]
+    return list(holding(module).points(Counter(), gone))
+
+
+def holding(module: GraphModule) -> "Storages":
+    """The storages of a jitted program and, within, of the graphs that it calls."""
+    return Storages(module, "step", [_of_path(n.meta.get("path", "")) for n in inputs(module.graph)])
 
 
 def _of_path(path: str) -> str:
@@ -64,20 +69,24 @@ def _of_path(path: str) -> str:
     return _BY_FIELD.get(path.split(".")[1] if "." in path else "", "other")
 
 
-class _Graph:
-    """One graph: which storages every node's value lies in, known by the nodes that made them, and what those hold.
-    `kinds`: what the inputs do."""
+class Storages:
+    """The storages of one graph, by the node that makes each: what they hold, how large they are, when they begin and
+    end. `kinds`: what the inputs hold.
+
+    An operand that is sent stays to the wait, since the process group holds it; results of one op or call stay
+    together until the last is taken out.
+    """
 
     def __init__(self, module: GraphModule, name: str, kinds: Sequence[str]) -> None:
-        self.graph, self.name = module.graph, name
+        self.graph, self.name, self.nodes = module.graph, name, list(module.graph.nodes)
         self.inputs, self.results = inputs(self.graph), outputs(self.graph)
-        self.kinds: dict[Node, str] = dict(zip(self.inputs, kinds, strict=True))
+        self.kinds: dict[Any, str] = dict(zip(self.inputs, kinds, strict=True))
         self.roots = roots(self.graph)
-        self.called: dict[Node, _Graph] = {}
+        self.called: dict[Node, Storages] = {}
         for node in self.graph.nodes:
             child = module.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(child, GraphModule) and not isinstance(child, Island):
-                self.called[node] = _Graph(child, str(node.target), [self.kind(a) for a in node.args])
+                self.called[node] = Storages(child, str(node.target), [self.kind(a) for a in node.args])
             self.kinds.setdefault(node, self._holds(node))
             if "kind" in node.meta:
                 self.kinds |= {root: node.meta["kind"] for root in self.roots[node]}
@@ -86,6 +95,11 @@ class _Graph:
             for root in self.roots.get(result, ()):
                 if self.kinds[root] in ("other", "copies"):
                     self.kinds[root] = _of_path(path)
+        self.bytes: dict[Any, int] = {}  # keys: roots; (node, i) for a result that nobody takes, or sent by a call
+        self.begins: dict[Node, list[Any]] = {}
+        self.ends: dict[Any, Node] = {}
+        self.sent: dict[int, list[Node]] = {}  # by position of output: the operands of a collective that it started
+        self._live()
 
     def kind(self, node: Any) -> str:
         """What a node's value is."""
@@ -98,42 +112,99 @@ class _Graph:
         if node.target is operator.getitem and source in self.called:
             child = self.called[source]
             return child.kind(child.results[int(node.args[1])])  # type: ignore[arg-type]
+        if node.target is PACK:
+            return "buckets"
+        node = source if isinstance(source, Node) and source.target is UNPACK else node
+        made = node.args[0] if node.target in STARTS else node
+        made = made if isinstance(made, Node) and made.target is PACK else node  # of a bucket's leaves
         schema = getattr(node.target, "_schema", None)
         space, _, op = schema.name.partition("::") if schema else ("", "", "")
         if op in _COPIES or space == "_c10d_functional":
-            found = {_COPIED.get(self.kind(a), "other") for a in node.all_input_nodes}
+            found = {_COPIED.get(self.kind(a), "other") for a in made.all_input_nodes}
             return found.pop() if len(found) == 1 else "other"
         return "other"
+
+    def _live(self) -> None:
+        """When every storage begins and ends."""
+        sends = [
+            (n, [r for x in n.all_input_nodes for r in self.roots[x]]) for n in self.graph.nodes if n.target in KEEP
+        ]
+        for node in self.graph.nodes:
+            if self.roots[node] == {node}:
+                for key, size, kind in self._made(node):
+                    self.bytes[key] = size
+                    self.begins.setdefault(node, []).append(key)
+                    self.kinds.setdefault(key, kind)
+            sends += self._sent_by(node)
+        for node in self.graph.nodes:
+            for used in (node, *node.all_input_nodes):
+                self.ends |= {key: node for key in (*self.roots[used], *self.begins.get(used, ()))}
+        order, last = positions(self.graph), self.nodes[-1]
+        for start, keys in sends:
+            end = next((u for u in start.users if u.target is WAIT), last)
+            self.ends |= {k: max(self.ends[k], end, key=order.__getitem__) for k in keys}
+            self.sent |= {i: keys for i, result in enumerate(self.results) if result is start}
+
+    def _made(self, node: Node) -> list[tuple[Any, int, str]]:
+        """The storages that a node makes: keys, bytes, kinds. Of several results each has its own."""
+        several: list[tuple[int, str]]
+        value = node.meta.get("val")
+        if node in self.called:
+            several = self.called[node].returned()
+        elif isinstance(value, (list, tuple)):
+            several = [(_bytes(v), self.kinds[node]) for v in value]
+        else:
+            return [] if node.target is operator.getitem else [(node, _bytes(value), self.kinds[node])]
+        taken: dict[Any, Any] = {u.args[1]: u for u in reversed(node.users) if u.target is operator.getitem}
+        found = [(taken.get(i, (node, i)), size, kind) for i, (size, kind) in enumerate(several)]
+        return [(key, size, kind) for key, size, kind in found if size and self.roots.get(key, {key}) == {key}]
+
+    def returned(self) -> list[tuple[int, str]]:
+        """For each result the bytes of its storage, and their kind; none where that is an input's or known already."""
+        seen, found = {*self.inputs}, list[tuple[int, str]]()
+        for result in self.results:
+            new = self.roots.get(result, set()) - seen
+            seen |= new
+            found.append((sum(self.bytes[r] for r in new), self.kind(result) if new else ""))
+        return found
+
+    def _sent_by(self, node: Node) -> Iterator[tuple[Node, list[Any]]]:
+        """The collectives that a call has started, and what they read, which may be made in there."""
+        if node not in self.called:
+            return
+        child = self.called[node]
+        for i, keys in child.sent.items():
+            start = next(u for u in node.users if u.target is operator.getitem and u.args[1] == i)
+            given = [r for k in keys if k in child.inputs for r in self.roots[arg(node, child.inputs.index(k))]]
+            inside = [((node, k), child.bytes[k], child.kinds[k]) for k in keys if k not in child.inputs]
+            for key, size, kind in inside:
+                self.bytes[key], self.kinds[key] = size, kind
+                self.begins.setdefault(node, []).append(key)
+            yield start, [*given, *(key for key, _, _ in inside)]
 
     def points(self, base: Counter[str], donated: Sequence[bool] = ()) -> Iterator[Point]:
         """Every point, `base` being alive besides. `donated`: for each input whether it goes with its last use; none
         is given for a called graph, whose inputs are in `base`."""
-        last: dict[Node, Node] = {}
-        for node in self.graph.nodes:
-            for used in (node, *node.all_input_nodes):
-                last |= {root: node for root in self.roots[used]}
-        given_up = {n for n, gone in zip(self.inputs, donated, strict=False) if gone}
-        dying: dict[Node, list[Node]] = {}
-        for root, node in last.items():
-            if root.op != "placeholder" or root in given_up:
-                dying.setdefault(node, []).append(root)
+        stay = {n for n, gone in zip(self.inputs, donated or [False] * len(self.inputs), strict=True) if not gone}
+        dying: dict[Node, list[Any]] = {}
+        for key, node in self.ends.items():
+            if key in self.bytes and key not in stay:
+                dying.setdefault(node, []).append(key)
         now = base.copy()
         for node in self.inputs if donated else ():
-            now[self.kinds[node]] += _size(node)
+            now[self.kinds[node]] += self.bytes[node]
         for node in self.graph.nodes:
             if node in self.called:
                 yield from self.called[node].points(now)
             if node.op != "placeholder":
-                if self.roots[node] == {node}:
-                    now[self.kinds[node]] += _size(node)
+                for key in self.begins.get(node, ()):
+                    now[self.kinds[key]] += self.bytes[key]
                 yield Point(self.name, node.name, now.copy())
-            for root in dying.get(node, ()):
-                now[self.kinds[root]] -= _size(root)
+            for key in dying.get(node, ()):
+                now[self.kinds[key]] -= self.bytes[key]
 
 
-def _size(node: Node) -> int:
-    """The bytes of the storage of a node's value; none of several values, which count by themselves."""
-    value = node.meta.get("val")
+def _bytes(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 

@@ -248,12 +248,8 @@ STARTS: dict[Any, str] = {
     torch.ops._c10d_functional.broadcast.default: "pbroadcast",
     torch.ops.shardlib.permute.default: "ppermute",
 }
-# what only arranges a value's elements anew
-ARRANGE: set[Any] = {
-    *(getattr(torch.ops.aten, name).default for name in "view _unsafe_view permute t clone expand unsqueeze".split()),
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.squeeze.dim,
-}
+# those whose operand is kept until they have been waited for; the others send a copy, which becomes the result
+KEEP = {start for start, name in STARTS.items() if name not in ("psum", "pbroadcast", "ppermute")}
 
 
 def op_name(node: Node) -> str:
@@ -268,6 +264,15 @@ def wait_of(start: Node) -> Node:
     """The node that waits for a collective."""
     (wait,) = start.users
     return wait
+
+
+def started(module: GraphModule, value: Node) -> Node:
+    """The node that starts what a wait is for: itself, or in a graph that is called one that is returned."""
+    call = arg(value) if value.target is operator.getitem else value
+    if call.op != "call_module":
+        return value
+    child: Any = module.get_submodule(str(call.target))
+    return outputs(child.graph)[arg(value, 1)]
 
 
 def waits(module: GraphModule) -> dict[Node, Node]:
@@ -351,24 +356,3 @@ def written(graph: Graph) -> set[Node]:
     held = roots(graph)
     into = {r for n in graph.nodes for a in aliased(n, written=True) for r in held[a]}
     return {n for n, rs in held.items() if rs & into}
-
-
-def arranged(node: Node) -> list[Node]:
-    """A node and all that only arranges its value anew, in order."""
-    found = [node]
-    for n in found:
-        found += [u for u in n.users if u.target in ARRANGE and arg(u) is n and u not in found]
-    return found
-
-
-def _casts(node: Node) -> bool:
-    return node.target is torch.ops.aten._to_copy.default and node.kwargs.keys() == {"dtype"}
-
-
-def at_rest(node: Node) -> list[Node] | None:
-    """The nodes that arrange or cast one input of the graph into this value, in order; None where it is computed."""
-    chain: list[Node] = []
-    while node.op == "call_function" and (node.target in ARRANGE or _casts(node)) and len(node.all_input_nodes) == 1:
-        chain.append(node)
-        node = node.all_input_nodes[0]
-    return chain[::-1] if node.op == "placeholder" else None

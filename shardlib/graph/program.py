@@ -130,13 +130,19 @@ def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
 
 
 class _Boxed(CodeGen):
-    """A function of one list, which it empties: each value is freed after its last use, inputs too."""
+    """A function of one list, which it empties: each value is freed after its last use, inputs too, and those that are
+    `unused` at once."""
+
+    def __init__(self, unused: list[str]) -> None:
+        super().__init__()
+        self.unused = unused
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
         out = f"def {self._func_name}(self, boxed){maybe_return_annotation}:"
         if names:
             out += f"\n    [{', '.join(names)}] = boxed\n    boxed.clear()"
+            out += "".join(f"\n    {name} = None" for name in self.unused)
         return out
 
 
@@ -173,7 +179,7 @@ def _generated(module: GraphModule) -> Run:
         run = _generated(switch.running(own_index(switch.group)))
         module.set_submodule(name, _Compiled(lambda *xs, run=run: run(list(xs))))
     graph = _copy(module.graph)
-    graph.set_codegen(_Boxed())
+    graph.set_codegen(_Boxed([n.name for n in inputs(graph) if not n.users]))
     return GraphModule(module, graph).forward  # type: ignore[return-value]
 
 

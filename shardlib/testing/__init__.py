@@ -7,3 +7,4 @@ from shardlib.testing.launch import ranks as ranks
 from shardlib.testing.optimizers import check_optimizer as check_optimizer
 from shardlib.testing.steps import check_loss as check_loss
 from shardlib.testing.steps import collectives as collectives
+from shardlib.testing.storages import memory as memory

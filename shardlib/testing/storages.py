@@ -1,0 +1,165 @@
+"""What is alive while a program runs, counted from its tensors' storages."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardlib.errors import SpecError
+from shardlib.graph.fuse import Island
+from shardlib.graph.memory import Point, Storages, holding
+from shardlib.graph.nodes import KEEP, WAIT
+from shardlib.graph.program import copied, runner
+from shardlib.jit import Jitted
+from shardlib.simulate import run_lockstep
+from shardlib.switch import Switch
+
+_PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
+
+
+def memory(f: Callable[..., Any], *args: Any) -> list[Point]:
+    """Run a jitted function once; what is alive on a rank at every node, of each kind: the bytes of its storages.
+
+    The points are what `f.lower(*args).memory()` takes the largest of, by counting instead of reading the graphs; kinds
+    are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective or call, as
+    processes keep them. All ranks of a mesh of processes call it. Raises `SpecError` where `f` is not jitted, and for a
+    pipeline, whose ranks run different graphs.
+    """
+    if not isinstance(f, Jitted):
+        raise SpecError(f"testing.memory takes what `sl.jit` returns, not {f!r}")
+    if any(isinstance(each, Switch) for each in f.lower(*args).module.modules()):
+        raise SpecError(
+            f"testing.memory: ranks of the pipeline {f.__name__} run different graphs; count a step without"
+        )
+    program, given = f.given(*args)
+    many = program.mesh.simulate and program.mesh.total > 1
+    module = program.running()
+    recorders = [_Recorder(module, xs, many) for xs in given]
+    told: list[list[Any]] = [[r, *xs] for r, xs in zip(recorders, given, strict=True)]
+    given.clear()
+    probed = _probed(copied(module))
+    if many:
+        run_lockstep(program.mesh, probed, told)
+    else:
+        runner(probed, "graph")(told.pop())
+    return recorders[0].points
+
+
+@dataclass
+class _Known:
+    """A storage: how to tell whether it is there, what it holds, its bytes."""
+
+    ref: StorageWeakRef
+    kind: str
+    bytes: int
+
+
+@dataclass
+class _Running:
+    """A node that runs: its graph, what was alive before, the operands of a collective or a call."""
+
+    graph: Storages
+    node: Node
+    before: list[_Known]
+    operands: tuple[Any, ...]
+
+
+class _Recorder:
+    """The storages of one rank. `holds`: whether it keeps operands itself."""
+
+    def __init__(self, module: GraphModule, given: list[Tensor], holds: bool) -> None:
+        self.points: list[Point] = []
+        self.graphs = [holding(module)]  # those that run, the innermost last
+        self.running: list[_Running] = []
+        self.known: dict[int, _Known] = {}  # by the address of the storage
+        self.sending: dict[int, tuple[Any, ...]] = {}  # operands, by the address of the result
+        self.holds = holds
+        for node, x in zip(self.graphs[0].inputs, given, strict=True):
+            self.add(x, self.graphs[0].kinds[node])
+        self.given = {*self.known}
+
+    def add(self, x: Tensor, kind: str) -> None:
+        storage = x.untyped_storage()
+        new = _Known(StorageWeakRef(storage), kind, storage.nbytes())
+        self.known.setdefault(storage._cdata, new).kind = kind
+
+    def alive(self) -> list[_Known]:
+        self.known = {k: v for k, v in self.known.items() if not v.ref.expired()}
+        return list(self.known.values())
+
+    def starts(self, i: int, operands: tuple[Any, ...]) -> None:
+        """The node `i` of the innermost graph runs next."""
+        here = self.graphs[-1]
+        node = here.nodes[i]
+        if not self.holds:  # the process group and the caller do
+            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in KEEP}
+            operands = tuple(StorageWeakRef(s) for k, s in storages.items() if k not in self.given)
+        self.running.append(_Running(here, node, self.alive(), operands))
+        if node in here.called:
+            self.graphs.append(here.called[node])
+        elif node.op == "output":
+            self.count()
+
+    def ends(self, value: Any) -> None:
+        """The node that runs has made `value`."""
+        now = self.running[-1]
+        if now.node in now.graph.called:
+            self.graphs.pop()
+        several: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        for key in now.graph.begins.get(now.node, ()):
+            at = 0 if key is now.node else key.args[1] if isinstance(key, Node) else key[1]
+            if isinstance(at, int) and isinstance(several[at], Tensor):
+                self.add(several[at], now.graph.kinds[key])
+        for x in several:
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
+                self.add(x, "other")
+        if now.node.target in KEEP:
+            self.sending[several[0].untyped_storage()._cdata] = now.operands
+        elif now.node.target is WAIT:
+            let_go = self.sending.pop(several[0].untyped_storage()._cdata, ())
+            until = time.monotonic() + _PATIENCE
+            while not self.holds and time.monotonic() < until and not all(x.expired() for x in let_go):
+                time.sleep(1e-4)
+        self.count()
+
+    def count(self) -> None:
+        now = self.running.pop()
+        found = {id(x): x for x in [*now.before, *self.alive()]}
+        total = Counter[str]()
+        for x in found.values():
+            total[x.kind] += x.bytes
+        self.points.append(Point(now.graph.name, now.node.name, total))
+
+
+def _starts(recorder: _Recorder, i: int, *operands: Any) -> None:
+    recorder.starts(i, operands)
+
+
+def _ends(recorder: _Recorder, value: Any) -> None:
+    recorder.ends(value)
+
+
+def _probed(module: GraphModule) -> GraphModule:
+    """The program, which tells its first input, a recorder, of every node before and after."""
+    graph, made = Graph(), dict[Node, Node]()
+    recorder = graph.placeholder("recorder")
+    for i, node in enumerate(module.graph.nodes):
+        calls = node.op == "call_module" and not isinstance(module.get_submodule(str(node.target)), Island)
+        if node.op != "placeholder":
+            operands = [made[x] for x in node.all_input_nodes] if calls or node.target in KEEP else []
+            graph.call_function(_starts, (recorder, i, *operands))
+        made[node] = graph.node_copy(node, made.__getitem__)
+        if calls:
+            made[node].args = (recorder, *made[node].args)
+        if node.op not in ("placeholder", "output"):
+            graph.call_function(_ends, (recorder, made[node]))
+    out = GraphModule(module, graph)
+    for name, child in module.named_children():
+        if isinstance(child, GraphModule) and not isinstance(child, Island):
+            setattr(out, name, _probed(child))
+    return out
