@@ -1,5 +1,6 @@
 """`jit`: a function on arrays traced once for each signature into a program of graphs, then run as generated code."""
 
+import inspect
 import os
 import sys
 import time
@@ -41,13 +42,14 @@ from shardlib.signature import (
     described,
     mesh_key,
     name_of,
-    refuse_unhashable,
+    refuse_odd,
+    refuse_valueless,
     settings,
     signature_of,
 )
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
-from shardlib.types import inside
+from shardlib.types import inside, shapes_alone
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Jitted:
         return self._program(*self._flat(by_position(self.f, args, words, self.__name__)))
 
     def __call__(self, *args: Any, **words: Any) -> Any:
-        if tracing() or inside():  # part of a jitted function, or of what runs on one rank
+        if tracing() or inside() or shapes_alone():  # part of a jitted function, or of what runs on one rank; abstract
             return self.f(*args, **words)
         program, inputs = self.given(*args, **words)
         return program(inputs)
@@ -197,6 +199,7 @@ class Jitted:
         refuse_autocast()
         args = by_position(self.f, args, words, self.__name__)
         flat, treedef, static = self._flat(args)
+        refuse_valueless(self.__name__, treedef, flat)
         gone = self._donated(args)
         program = self._program(flat, treedef, static, called=True)
         mesh = program.mesh
@@ -241,7 +244,7 @@ class Jitted:
             found = self._programs.get(key)
         except TypeError:
             paths = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
-            refuse_unhashable(self.__name__, "takes", paths, [*flat, *(x.value for x in static)])
+            refuse_odd(self.__name__, "takes", paths, [*flat, *(x.value for x in static)])
             raise
         if called and mesh.total > 1 and not mesh.simulate and not (found and found.met):
             with Meeting(mesh, self.__name__, key.lines(mesh)) as meeting:
@@ -320,7 +323,7 @@ class Jitted:
 
             result = once(result)
             paths = [f"result `{path}`" for path in tree.paths(tree.unflatten(structure, out))]
-            refuse_unhashable(self.__name__, "gives", paths, out)  # tensors in them would be those of the trace
+            refuse_odd(self.__name__, "gives", paths, out)  # tensors in them would be those of the trace
             kept[:] = [[result(x) if isinstance(x, Tensor) else _Result(constant=x) for x in out], structure]
             return values
 
@@ -379,8 +382,8 @@ def jit(
     """
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
-    if not callable(f):
-        raise SpecError(f"jit takes a function, not {f!r}")
+    if not callable(f) or inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f):
+        raise SpecError(f"jit takes a function that returns its results, not {f!r}")
     donate = argument_numbers(f, "donate_argnums", donate_argnums)
     static = argument_numbers(f, "static_argnums", static_argnums)
     if both := {*donate} & {*static}:

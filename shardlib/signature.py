@@ -15,6 +15,7 @@ from shardlib.errors import SpecError
 from shardlib.graph.trace import strides
 from shardlib.mesh import Mesh
 from shardlib.shard_map import shards_of
+from shardlib.types import valueless
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,27 @@ def constants(args: Sequence[Any], numbers: Sequence[int], name: str) -> tuple[C
     return tuple(Constant.of(args[i]) for i in numbers if i < len(args))
 
 
-def refuse_unhashable(name: str, does: str, where: Sequence[str], values: Sequence[Any]) -> None:
-    """Raise for the first of some values, static arguments left out at their end, that no signature can hold."""
+def refuse_odd(name: str, does: str, where: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise for the first of some values, static arguments left out at their end, that is neither a tensor nor a
+    constant: what has no hash, and objects that hold tensors."""
     for path, x in zip(where, values, strict=False):
         if not isinstance(x, Tensor) and type(x).__hash__ is None:
             raise SpecError(
                 f"{name}: {path} is a {type(x).__name__}; jit {does} tensors, arrays and hashable constants"
+            )
+        if not isinstance(x, (Tensor, type)) and any(
+            isinstance(y, Tensor) for y in getattr(x, "__dict__", {}).values()
+        ):
+            raise SpecError(f"{name}: {path} is a {type(x).__name__} that holds tensors: make its class an sl.pytree")
+
+
+def refuse_valueless(name: str, treedef: Any, flat: Sequence[Any]) -> None:
+    """Raise for an argument that has a shape alone."""
+    for i, x in enumerate(flat):
+        if isinstance(x, Tensor) and valueless(shards_of(x)[0]):
+            raise SpecError(
+                f"{name}: {argument_paths(treedef)[i]} has no values: it is abstract (which .lower takes), or was kept "
+                "from a trace, where it stood for the values of any call"
             )
 
 

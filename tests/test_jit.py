@@ -169,8 +169,6 @@ def test_arguments_by_keyword_default_and_number():
             sl.jit(f, **options)
     with pytest.raises(sl.SpecError, match=r"static_argnums=-1: .* takes any number of arguments"):
         sl.jit(lambda *xs: xs, static_argnums=-1)
-    with pytest.raises(sl.SpecError, match="jit takes a function, not 3"):
-        sl.jit(3)  # type: ignore[arg-type]
 
 
 class Scaling:
@@ -182,6 +180,44 @@ class Scaling:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * self.by
+
+
+class Keeps:
+    """Keeps what it computes, as a trace knows it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last
+
+
+def test_what_is_kept_from_a_trace_has_no_values():
+    keeps, x = Keeps(), torch.ones(2)
+    with mesh(dp=2):
+        sl.jit(keeps)(x)
+        with pytest.raises(sl.SpecError, match=r"reads a value that was kept from an earlier trace at .*keeps\.last"):
+            sl.jit(lambda x: x + keeps.last)(x)
+        with pytest.raises(sl.SpecError, match=r"argument 0 has no values: it is abstract .*, or was kept from a"):
+            sl.jit(doubled)(keeps.last)
+        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1)))
+        abstract = sl.abstract(started, step)
+        assert sl.abstract(step, *abstract)[0].params["w"].shape == (4, 3)
+        with pytest.raises(sl.SpecError, match="argument 0, `step`, has no values"):
+            step(*abstract)
+
+        def boxed(x: Tensor) -> Any:
+            keeps(x)
+            return keeps
+
+        with pytest.raises(
+            sl.SpecError, match=r"boxed: result `` is a Keeps that holds tensors: make its class an sl.py"
+        ):
+            sl.jit(boxed)(x)
+    for f in (3, lambda: (yield), run_later):
+        with pytest.raises(sl.SpecError, match="jit takes a function that returns its results, not "):
+            sl.jit(f)  # type: ignore[arg-type]
+
+
+async def run_later() -> None: ...
 
 
 def test_methods_partials_and_objects():

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without storage
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
@@ -121,6 +121,12 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
                     f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
                     f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
                 ).with_traceback(e.__traceback__) from e
+        for node in module.graph.find_nodes(op="get_attr"):
+            if isinstance(getattr(module, node.target, None), FakeTensor):
+                raise SpecError(
+                    f"{name} reads a value that was kept from an earlier trace{said_at(node)}, where it stood for the "
+                    "values of any call: return it instead, and pass it in"
+                )
         return clean(module)
 
 
