@@ -1,7 +1,7 @@
 """Where the CPU time of a step goes on one rank, by kind of work: for `benchmarks.compare --spent`."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ def spent(step: Callable[[int], Any], numbers: Sequence[int]) -> dict[str, float
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for n in numbers:
             step(n)
-    of: Counter[str] = Counter()
+    of: defaultdict[str, float] = defaultdict(float)
     for event in found.key_averages():
         of[kind_of(event.key)] += event.self_cpu_time_total / 1e6  # type: ignore[attr-defined]
     of[REST], of[THREADS] = main - sum(s for kind, s in of.items() if kind != WAITS), whole - main

@@ -145,7 +145,13 @@ def test_arguments_by_keyword_default_and_number():
     x = torch.full((2,), 3.0)
     with mesh(dp=1):
         run = sl.jit(f, static_argnums=-1)
-        for args, words in (((x,), {}), ((), {"x": x}), ((x, 2.0, "times"), {}), ((x,), {"how": "over"})):
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((x,), {}),
+            ((), {"x": x}),
+            ((x, 2.0, "times"), {}),
+            ((x,), {"how": "over"}),
+        ]
+        for args, words in calls:
             for _ in range(2):
                 assert torch.equal(run(*args, **words), f(*args, **words))
         assert len(run.traces) == 3 and run.lower(x, how="over") is run.traces[-1]
@@ -160,11 +166,12 @@ def test_arguments_by_keyword_default_and_number():
         donating(1, gone)
         with pytest.raises(sl.DonatedError):
             sl.gather(gone)
-    for options, said in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         (dict(static_argnums=3), r"static_argnums=3: the function takes arguments 0 to 2"),
         (dict(donate_argnums=(0, -4)), r"donate_argnums=\(0, -4\): the function takes arguments 0 to 2"),
         (dict(donate_argnums=(0, 1), static_argnums=-2), "argument 1 is static, so that there is nothing of it to don"),
-    ):
+    ]
+    for options, said in wrong:
         with pytest.raises(sl.SpecError, match=said):
             sl.jit(f, **options)
     with pytest.raises(sl.SpecError, match=r"static_argnums=-1: .* takes any number of arguments"):
