@@ -1,6 +1,6 @@
 """shardlib beside DDP, FSDP2, DeepSpeed and DTensor on the same GPT, weights and batches; two ranks of one thread each.
 
-    python -m benchmarks.compare [--size small] [--peers "DDP,shardlib dp"] [--rounds 5] [--link 1gbit] [--json]
+    python -m benchmarks.compare [--size small] [--peers "DDP,shardlib dp"] [--rounds 5] [--link 1gbit] [--spent]
 
 Every peer is set up once, stays alive and takes its turn, a few steps each round (A B C A B C ...); its time in a round
 is divided by that of `single` in the same round: one process per core, the local batch, no communication. Medians of
@@ -25,6 +25,7 @@ from benchmarks.bound import bounds, measured
 from benchmarks.link import Host, two_hosts
 from benchmarks.models import SIZES
 from benchmarks.peers import PEERS, RANKS, installed, made
+from benchmarks.spent import spent, table
 
 BASE = "single"
 
@@ -68,11 +69,11 @@ class Peer:
             self.children.append(child)
             self.answers.append(os.fdopen(read))
 
-    def ask(self, steps: int) -> list[dict[str, Any]]:
-        """Take some steps on every rank; what each says."""
+    def ask(self, steps: int, what: str = "take") -> list[dict[str, Any]]:
+        """Take some steps on every rank, or say what is `spent` in them; what each says."""
         for child in self.children:
             assert child.stdin is not None
-            child.stdin.write(f"{steps}\n")
+            child.stdin.write(f"{what} {steps}\n")
             child.stdin.flush()
         return self.hear()
 
@@ -91,7 +92,7 @@ class Peer:
 
 
 def serve(name: str, size: str, fd: int) -> None:
-    """A rank of a peer: says when it is ready, then takes as many steps as each line on stdin asks for."""
+    """A rank of a peer: says when it is ready, then takes the steps that each line on stdin asks for."""
     import torch
 
     torch.set_num_threads(1)
@@ -109,15 +110,22 @@ def serve(name: str, size: str, fd: int) -> None:
                 first = time.perf_counter() - began
         say(first=first, loss=value)
         for line in sys.stdin:
+            what, steps = line.split()
+            if what == "spent":
+                say(**spent(step, range(number, number := number + int(steps))))
+                continue
             wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(int(line)):
+            for _ in range(int(steps)):
                 value = step(number)
                 number += 1
             say(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu, loss=value)
 
 
-def measure(names: list[str], size: str, rounds: int, steps: int, rate: str | None, logs: Path) -> dict[str, Any]:
-    """Ratios to `single` by peer: wall and CPU in every round, seconds to the first step, the last loss."""
+def measure(
+    names: list[str], size: str, rounds: int, steps: int, rate: str | None, logs: Path, where: bool = False
+) -> dict[str, Any]:
+    """Ratios to `single` by peer: wall and CPU in every round, seconds to the first step, the last loss; with `where`
+    what the CPU time of rank 0 was `spent` on."""
     with two_hosts(rate) if rate else nullcontext() as hosts:
         peers: dict[str, Peer] = {}
         try:
@@ -135,6 +143,8 @@ def measure(names: list[str], size: str, rounds: int, steps: int, rate: str | No
                     found[name]["cpu"].append(cpu / sum(r["cpu"] for r in base))
                     found[name]["seconds"].append(wall / steps)
                     found[name]["loss"] = statistics.mean(r["loss"] for r in ranks)
+            for name, peer in peers.items() if where else ():
+                found[name]["spent"] = peer.ask(steps, "spent")[0]
             return found
         finally:
             for peer in peers.values():
@@ -152,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="of each peer in a round")
     parser.add_argument("--link", metavar="RATE", help="two hosts joined by a link of this rate, as tc writes it")
+    parser.add_argument("--spent", action="store_true", help="and where the CPU time of a step goes, by kind of work")
     parser.add_argument("--logs", type=Path, default=Path("runs/compare"))
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -165,7 +176,7 @@ def main() -> None:
     names = list(dict.fromkeys([BASE, *names]))
     args.logs.mkdir(parents=True, exist_ok=True)
     lower = bounds(*measured(SIZES[args.size]), args.link) if args.link else {}
-    found = measure(names, args.size, args.rounds, args.steps, args.link, args.logs)
+    found = measure(names, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
         + (f"link {args.link}" if args.link else "loopback")
@@ -178,6 +189,8 @@ def main() -> None:
         times = f"{statistics.median(f['seconds']):>8.2f}{f['first']:>9.1f}{f['loss']:>9.4f}"
         bound = f"{lower[PEERS[name][2]]:7.2f}" if PEERS[name][2] in lower else ""
         print(f"{name:<26}{PEERS[name][2]:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
+    if args.spent:
+        print(table({name: found[name]["spent"] for name in names}))
     if args.json:
         print(
             json.dumps(

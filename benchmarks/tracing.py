@@ -1,16 +1,23 @@
-"""What it takes to trace a train step and to pass over its graphs: CPU seconds by depth, layers as a list and scanned.
+"""What it takes to trace a train step, pass over its graphs and compile them: CPU seconds, and how depth changes them.
 
-    python -m benchmarks.tracing [--json]
+    python -m benchmarks.tracing [--only list,scan,regional] [--rounds 3] [--json]
 
 The GPT of the other benchmarks (a list of blocks, dp=2) and that of examples/ (`scan` over a stack, remat, dp=2 tp=2),
-both under ZeRO-3; every depth in a process of its own.
+both under ZeRO-3; each figure from a process of its own. `list`: 12 layers traced. `scan`: 32 layers over 8, traced.
+`regional`: 32 over 8, in the backend: what compiling takes, compiler processes included, with empty caches, after one
+small graph has paid for what every first compilation takes (imports, precompiled headers).
+Of a ratio each round measures both depths, one right after the other.
 """
 
 import argparse
 import json
+import os
+import resource
+import statistics
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +26,17 @@ import torch
 
 import shardlib as sl
 from benchmarks.models import SIZES, Batch, Gpt, angles, loss, tokens, weights
+from shardlib.graph.program import runner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import gpt
 
-CASES = [("list", 12), ("scan", 8), ("scan", 12), ("scan", 32)]
+# kind: (depths, what may be reached: seconds for one depth, the ratio of the second to the first for two)
+CASES: dict[str, tuple[tuple[int, ...], float]] = {
+    "list": ((12,), 10.0),
+    "scan": ((8, 32), 1.3),
+    "regional": ((8, 32), 1.3),
+}
 
 
 def listed(layers: int) -> Any:
@@ -42,34 +55,69 @@ def scanned(layers: int) -> Any:
     return step, step.init(sl.init(gpt.GPT, sizes=sizes, key=sl.random.key(0))), sl.shard(gpt.Batch(rows, rows))
 
 
-def traced(kind: str, layers: int) -> dict[str, Any]:
+def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU seconds of this process and of those that it waited for, and the result."""
+
+    def spent() -> float:
+        used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(u.ru_utime + u.ru_stime for u in used)
+
+    began = spent()
+    out = run()
+    return spent() - began, out
+
+
+def measured(kind: str, layers: int) -> dict[str, float]:
     """CPU seconds, and nodes of all graphs."""
+    backend = "regional" if kind == "regional" else "graph"
     with sl.make_mesh(dp=2, tp=1 if kind == "list" else 2, simulate=True):
         step, state, batch = (listed if kind == "list" else scanned)(layers)
-        began = time.process_time()
-        program = sl.jit(step, donate_argnums=0).lower(state, batch)
-        seconds = time.process_time() - began
-    return dict(
-        kind=kind, layers=layers, seconds=seconds, nodes=sum(len(m.graph.nodes) for m in program.program.values())
-    )
+        seconds, lowered = cpu(lambda: sl.jit(step, donate_argnums=0, backend=backend).lower(state, batch))
+        if kind == "regional":
+            with sl.make_mesh(dp=1):
+                sl.jit(lambda x: (x * 2).sin(), backend=backend)(torch.ones(8))
+            seconds, _ = cpu(lambda: runner(lowered.module, backend))
+    return dict(seconds=seconds, nodes=sum(len(m.graph.nodes) for m in lowered.program.values()))
+
+
+def apart(kind: str, layers: int) -> dict[str, float]:
+    """`measured` in a process of its own, with empty caches of compiled code."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=cache, TORCHINDUCTOR_COMPILE_THREADS="1")
+        command = [sys.executable, "-m", "benchmarks.tracing", "--one", kind, str(layers)]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    return json.loads(out.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", nargs=2, metavar=("KIND", "LAYERS"), help="of these alone")
+    parser.add_argument("--only", default=",".join(CASES), help="cases, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     args = parser.parse_args()
     if args.one:
-        return print(json.dumps(traced(args.one[0], int(args.one[1]))))
-    rows = []
-    print("| layers | | CPU s | nodes |\n|---|---|---|---|")
-    for kind, layers in CASES:
-        command = [sys.executable, "-m", "benchmarks.tracing", "--one", kind, str(layers)]
-        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-        print(f"| {layers} | {kind} | {rows[-1]['seconds']:.1f} | {rows[-1]['nodes']} |")
+        return print(json.dumps(measured(args.one[0], int(args.one[1]))))
+    found = {}
+    print("| | layers | nodes | CPU s | ratio | at most |\n|---|---|---|---|---|---|")
+    for kind in args.only.split(","):
+        depths, limit = CASES[kind]
+        rounds = [[apart(kind, n) for n in depths] for _ in range(args.rounds)]
+        ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in rounds if len(pair) > 1]
+        for i, n in enumerate(depths):
+            seconds = [r[i]["seconds"] for r in rounds]
+            ratio = said(ratios) if i else ""
+            most = f"{limit} s" if len(depths) == 1 else f"{limit}" if i else ""
+            print(f"| {kind} | {n} | {rounds[0][i]['nodes']} | {said(seconds)} | {ratio} | {most} |", flush=True)
+        found[kind] = dict(depths=depths, limit=limit, rounds=rounds, ratios=ratios)
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps(found))
     return None
+
+
+def said(values: list[float]) -> str:
+    """The median, the least and the largest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """`jit`: a function on arrays traced once for each signature into a program of graphs, then run as generated code."""
 
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +23,7 @@ from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.text import listing_of
 from shardlib.graph.timeline import Hardware, Timeline, timeline
-from shardlib.graph.trace import meta, trace, uncollected
+from shardlib.graph.trace import meta, refuse_writes, trace, uncollected
 from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
 from shardlib.log import Log, telling, wanted
@@ -30,9 +32,24 @@ from shardlib.mesh import Mesh, TracedMesh, current_mesh
 from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import shards_of, tracing
-from shardlib.signature import Signature, argument_paths, described, mesh_key, settings, signature_of
+from shardlib.signature import (
+    Constant,
+    Signature,
+    argument_numbers,
+    argument_paths,
+    by_position,
+    constants,
+    described,
+    mesh_key,
+    name_of,
+    refuse_odd,
+    refuse_valueless,
+    settings,
+    signature_of,
+)
 from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
+from shardlib.types import inside, shapes_alone
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,7 @@ class Jitted:
     ) -> None:
         self.f, self.donate, self.static, self.max_traces = f, donate, static, max_traces
         self.backend, self.passes, self.cache = backend, for_backend(passes, backend), cache
-        self.__name__ = getattr(f, "__name__", "jit")
+        self.__name__ = name_of(f)
         self._programs: dict[Any, Lowered] = Memo()
 
     def __getattr__(self, name: str) -> Any:
@@ -165,20 +182,25 @@ class Jitted:
         """Every program traced so far."""
         return list(self._programs.values())
 
-    def lower(self, *args: Any) -> Lowered:
-        """The program for these arguments (arrays, or abstract ones), traced but not run."""
-        return self._program(*self._flat(args))
+    def __get__(self, instance: Any, kind: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
 
-    def __call__(self, *args: Any) -> Any:
-        if tracing():  # inside another jitted function
-            return self.f(*args)
-        program, inputs = self.given(*args)
+    def lower(self, *args: Any, **words: Any) -> Lowered:
+        """The program for these arguments (arrays, or abstract ones), traced but not run."""
+        return self._program(*self._flat(by_position(self.f, args, words, self.__name__)))
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        if tracing() or inside() or shapes_alone():  # part of a jitted function, or of what runs on one rank; abstract
+            return self.f(*args, **words)
+        program, inputs = self.given(*args, **words)
         return program(inputs)
 
-    def given(self, *args: Any) -> tuple[Lowered, list[list[Tensor]]]:
+    def given(self, *args: Any, **words: Any) -> tuple[Lowered, list[list[Tensor]]]:
         """The program for these arguments, and its inputs on every rank that this process plays. Takes donated ones."""
         refuse_autocast()
+        args = by_position(self.f, args, words, self.__name__)
         flat, treedef, static = self._flat(args)
+        refuse_valueless(self.__name__, treedef, flat)
         gone = self._donated(args)
         program = self._program(flat, treedef, static, called=True)
         mesh = program.mesh
@@ -187,8 +209,8 @@ class Jitted:
         ranks = range(mesh.total) if mesh.simulate else range(1)
         return program, [[s[r if len(s) > 1 else 0] for s in shards] for r in ranks]
 
-    def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        static = tuple(args[i] for i in self.static)
+    def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any, tuple[Constant, ...]]:
+        static = constants(args, self.static, self.__name__)
         flat, treedef = tree.flatten(tuple(None if i in self.static else a for i, a in enumerate(args)))
         return flat, treedef, static
 
@@ -197,7 +219,7 @@ class Jitted:
         gone: set[int] = set()
         held: dict[int, str] = {}
         rest = [i for i in range(len(args)) if i not in self.donate + self.static] if self.donate else []
-        for i in [*self.donate, *rest]:
+        for i in [*(i for i in self.donate if i < len(args)), *rest]:
             for path, x in zip(tree.paths(args[i]), tree.leaves(args[i]), strict=True):
                 if not isinstance(x, Tensor) or (i in self.donate and id(x) in gone):
                     continue
@@ -213,7 +235,7 @@ class Jitted:
                     held.update(dict.fromkeys(storages, where))
         return gone
 
-    def _program(self, flat: list[Any], treedef: Any, static: tuple[Any, ...], called: bool = False) -> Lowered:
+    def _program(self, flat: list[Any], treedef: Any, static: tuple[Constant, ...], called: bool = False) -> Lowered:
         mesh = current_mesh()
         self._refuse_device(mesh)
         try:
@@ -222,7 +244,8 @@ class Jitted:
             )
             found = self._programs.get(key)
         except TypeError:
-            self._refuse_unhashable(flat, treedef, static)
+            paths = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
+            refuse_odd(self.__name__, "takes", paths, [*flat, *(x.value for x in static)])
             raise
         if called and mesh.total > 1 and not mesh.simulate and not (found and found.met):
             with Meeting(mesh, self.__name__, key.lines(mesh)) as meeting:
@@ -239,10 +262,11 @@ class Jitted:
                 "specs or static arguments change from call to call. Pad batches to few shapes, or raise max_traces"
             )
         began = time.perf_counter()
+        static = tuple(x.value for x in key.static)
 
         def trace() -> Program:
             with uncollected():
-                return self._trace(flat, key.structure, key.static)
+                return self._trace(flat, key.structure, static)
 
         if self.cache is None:
             made = trace()
@@ -252,7 +276,7 @@ class Jitted:
                 "function": self.f,
                 "passes": self.passes,
                 "options": (self.__name__, self.backend, self.donate, self.static),
-                "arguments": (example, key.static, key.places, tuple(map(described, flat))),
+                "arguments": (example, static, key.places, tuple(map(described, flat))),
             }
             made = cached(self.cache, self.__name__, parts, mesh, example, trace, meeting)
         results = [_Result(*r) for r in made.results]
@@ -273,20 +297,15 @@ class Jitted:
                 f'{mesh.device.type}: use backend="graph", "regional" or "inductor"'
             )
 
-    def _refuse_unhashable(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> None:
-        where = [*argument_paths(treedef), *(f"the static argument {i}" for i in self.static)]
-        for path, x in zip(where, [*flat, *static], strict=True):
-            if not isinstance(x, Tensor) and type(x).__hash__ is None:
-                raise SpecError(
-                    f"{self.__name__}: {path} is a {type(x).__name__}; jit takes tensors, arrays and hashable constants"
-                )
-
     def _trace(self, flat: list[Any], treedef: Any, static: tuple[Any, ...]) -> Program:
         mesh = TracedMesh.of(current_mesh())
         tensors = _distinct(flat)
         for x in tensors:
             if isinstance(x, Array) and x.mesh.shape != mesh.shape:
-                raise SpecError(f"{self.__name__}: an argument lies on {x.mesh!r}, the current mesh is {mesh!r}")
+                raise SpecError(
+                    f"{self.__name__}: an argument lies on {x.mesh!r}, the current mesh is {mesh!r}: call it under "
+                    "`with` the array's mesh"
+                )
         kept: list[Any] = []
 
         def run(*locals_: Tensor) -> list[Tensor]:
@@ -294,18 +313,19 @@ class Jitted:
             like = once(lambda x: _like(x, next(fresh), mesh))
             full = [like(x) if isinstance(x, Tensor) else x for x in flat]
             args = list(tree.unflatten(treedef, full))
-            for i, value in zip(self.static, static, strict=True):
+            for i, value in zip(self.static, static, strict=False):
                 args[i] = value
             out, structure = tree.flatten(self.f(*args))
             values: list[Tensor] = []
 
-            def result(x: Any) -> _Result:
-                if not isinstance(x, Tensor):
-                    return _Result(constant=x)
+            def result(x: Tensor) -> _Result:
                 values.append(shards_of(x)[0])
                 return _Result(x.spec if isinstance(x, Array) else None, tuple(x.shape), position=len(values) - 1)
 
-            kept[:] = [list(map(once(result), out)), structure]
+            result = once(result)
+            paths = [f"result `{path}`" for path in tree.paths(tree.unflatten(structure, out))]
+            refuse_odd(self.__name__, "gives", paths, out)  # tensors in them would be those of the trace
+            kept[:] = [[result(x) if isinstance(x, Tensor) else _Result(constant=x) for x in out], structure]
             return values
 
         with mesh:
@@ -315,6 +335,7 @@ class Jitted:
             node.meta["path"] = where[id(x)]
             if isinstance(x, Array) and int(where[id(x)].split(".")[0]) in self.donate:
                 node.meta["donated"] = True
+        refuse_writes(module.graph, self.__name__)
         ends = zip(kept[0], tree.paths(tree.unflatten(kept[1], kept[0])), strict=True)
         paths = {r.position: path for r, path in reversed(list(ends)) if r.position >= 0}
         module.graph.output_node().meta["paths"] = [paths[i] for i in range(len(paths))]
@@ -362,6 +383,10 @@ def jit(
     """
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend `{backend}`; there are {listing(BACKENDS)}")
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if not callable(f) or inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f):
+        raise SpecError(f"jit takes a function that returns its results, not {f!r}")
+    donate = argument_numbers(f, "donate_argnums", donate_argnums)
+    static = argument_numbers(f, "static_argnums", static_argnums)
+    if both := {*donate} & {*static}:
+        raise SpecError(f"argument {min(both)} is static, so that there is nothing of it to donate")
     return Jitted(f, donate, static, backend, tuple(passes), max_traces, None if cache is None else os.fspath(cache))

@@ -158,7 +158,7 @@ class Mesh:
         return f"Mesh({self.name}{', simulated' if self.simulate else f', rank {self.rank}'})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TracedMesh(Mesh):
     """A mesh while a program is traced. `asked`: whether the program holds the rank of this process."""
 

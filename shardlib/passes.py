@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import GraphModule
 
+from shardlib.errors import SpecError
 from shardlib.graph.buckets import bucket as bucket
 from shardlib.graph.dedupe import dedupe as dedupe
 from shardlib.graph.finite import check_finite as check_finite
@@ -52,4 +53,8 @@ def _through(passes: Sequence[Pass], module: GraphModule) -> GraphModule:
         return module  # its turns keep their order
     for one in passes:
         module = one(module)
+        if not isinstance(module, GraphModule):
+            raise SpecError(
+                f"the pass `{getattr(one, '__name__', one)}` returns {module!r}: a pass returns the GraphModule"
+            )
     return module

@@ -1,6 +1,7 @@
 """`scan`: a loop over the leading dim of a tree; while a program is traced, its body is traced once and called."""
 
 import dis
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 
 from shardlib import collectives as c
 from shardlib import tree
-from shardlib.errors import SpecError
+from shardlib.errors import ShardError, SpecError
 from shardlib.graph.joint import Joint, joint
 from shardlib.graph.trace import Meta, added, call, meta
 from shardlib.sharding import settle
@@ -27,7 +28,8 @@ def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: i
     (None where there are none, or no turns).
 
     A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`:
-    inside `jit`, `f` runs once for each type of carry, and the program calls its graphs (forward and backward).
+    inside `jit`, `f` runs once for each type of carry, and the program calls its graphs (forward and backward). Where
+    `f` cannot be traced alone, a `UserWarning` says why, and the program has a copy of it for each turn.
     """
     flat, treedef = tree.flatten(xs)
     if not flat and length is None:
@@ -63,7 +65,7 @@ def _unstacked(x: Tensor) -> tuple[Tensor, ...]:
 
 class _Body:
     """`f`, run once for each signature where only shapes and types matter: on fake tensors, and while a program is
-    traced, if no transform but one derivative is around. What cannot be traced alone runs as it is."""
+    traced, if no transform but one derivative is around. What cannot be traced alone runs as it is, and says so."""
 
     def __init__(self, f: Callable[..., Any]) -> None:
         self.f = f
@@ -92,9 +94,13 @@ class _Body:
     def _traced(self, args: Any) -> Any:
         try:
             return self._called(args)
-        except Exception:  # what the user did wrong is told where `f` runs as it is
-            self.alone = False
-            return self.f(*args)
+        except ShardError as e:
+            why = str(e)
+        self.alone = False
+        out = self.f(*args)  # which raises what was no matter of tracing it alone
+        name = getattr(self.f, "__name__", "its function")
+        warnings.warn(f"scan: in a jitted program `{name}` is copied for each turn: {why}", stacklevel=4)
+        return out
 
     def _called(self, args: Any) -> Any:
         here, piece = region(), region().piece
@@ -105,6 +111,9 @@ class _Body:
         metas = [meta(x, here) for x in tensors]
         diff = [i for i, x in enumerate(tensors) if is_functorch_wrapped_tensor(x) and x.requires_grad]
         rest = tuple(None if isinstance(x, Tensor) else x for x in values)
+        bad = next((x for x in rest if type(x).__hash__ is None), None)
+        if bad is not None:
+            raise SpecError(f"a {type(bad).__name__} goes into it, which has no hash: make it a tensor")
         key = treedef, tuple(metas), tuple(diff), rest
 
         def alone(*xs: Tensor) -> Any:
@@ -208,7 +217,9 @@ def _over(value: Any, one: Callable[[Tensor], Tensor], active: set[int]) -> Any:
         if any(
             i.opname == "STORE_DEREF" and i.argval in value.__code__.co_freevars for i in dis.get_instructions(value)
         ):
-            raise SpecError(f"{value.__name__} assigns to a nonlocal variable, which is to happen in every turn")
+            raise SpecError(
+                f"`{value.__name__}` assigns to a nonlocal variable, which is to happen in every turn: carry the value"
+            )
         cells = tuple(_cell(cell, one, active) for cell in value.__closure__ or ())
         defaults = value.__defaults__ and tuple(_over(v, one, active) for v in value.__defaults__)
         made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)

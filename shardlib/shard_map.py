@@ -262,7 +262,8 @@ def _first_run(body: Callable[..., Any], local: Sequence[Any], name: str) -> _Kn
 
 
 def _values(out: Any) -> list[Any]:
-    return list(map(once(lambda x: x.contiguous() if isinstance(x, Tensor) else x), tree.leaves(out)))
+    whole = once(Tensor.contiguous)
+    return [whole(x) if isinstance(x, Tensor) else x for x in tree.leaves(out)]
 
 
 def _wrap(results: Sequence[_Returned], mesh: Mesh) -> Any:

@@ -48,6 +48,11 @@ def valueless(x: Tensor) -> bool:
     return isinstance(base(x), FakeTensor)
 
 
+def shapes_alone() -> bool:
+    """Whether what is made here has no values: under `sl.abstract`, say."""
+    return valueless(torch.empty(0))
+
+
 class TensorTable(Generic[T]):
     """A weak mapping from tensors, by identity; `entries[id(x)]` is `(weak reference, value)`."""
 

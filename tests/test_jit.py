@@ -1,6 +1,7 @@
 """jit: what is traced again and what is not, donation, errors, programs and their graphs, backends."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,135 @@ def test_static_arguments_and_constants():
         assert [z.local(1)[1].item() for z in zero] == [torch.inf, -torch.inf]
 
 
+def test_constants_are_known_by_type_and_value():
+    """1, True, 1.0, 0.0 and -0.0 are programs of their own, NaN one; so they are in static arguments."""
+    said = [1, True, 1.0, 0.0, -0.0, 1j, float("nan"), (1,), (1.0,)]
+    for static in ((), 1):
+        f = sl.jit(lambda x, by: x * (by[0] if isinstance(by, tuple) else by), static_argnums=static, max_traces=9)
+        with mesh(dp=1):
+            for _ in range(2):
+                for by in [*said, float("nan")]:
+                    want, got = f.f(torch.ones(1, dtype=torch.int64), by), f(torch.ones(1, dtype=torch.int64), by)
+                    assert got.dtype == want.dtype and repr(got) == repr(want)
+            assert len(f.traces) == 9
+    with mesh(dp=1):
+        same = sl.jit(lambda x: (x, 1, True, 1.0, 0.0, -0.0))(torch.ones(1))
+        assert repr(same[1:]) == repr(doubled_constants(torch.ones(1))[1:]) == "(1, True, 1.0, 0.0, -0.0)"
+
+
+def doubled_constants(x: Tensor) -> Any:
+    return sl.shard_map(lambda x: (x, 1, True, 1.0, 0.0, -0.0), in_specs=None, out_specs=None)(x)
+
+
+def test_arguments_by_keyword_default_and_number():
+    def f(x: Any, by: float = 2.0, how: str = "times") -> Any:
+        return x * by if how == "times" else x / by
+
+    x = torch.full((2,), 3.0)
+    with mesh(dp=1):
+        run = sl.jit(f, static_argnums=-1)
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((x,), {}),
+            ((), {"x": x}),
+            ((x, 2.0, "times"), {}),
+            ((x,), {"how": "over"}),
+        ]
+        for args, words in calls:
+            for _ in range(2):
+                assert torch.equal(run(*args, **words), f(*args, **words))
+        assert len(run.traces) == 3 and run.lower(x, how="over") is run.traces[-1]
+        with pytest.raises(TypeError, match="unexpected keyword argument 'b'"):
+            run(x, b=2)
+        with pytest.raises(sl.SpecError, match="`by` is taken by keyword alone: bind it with functools"):
+            sl.jit(lambda x, *, by: x * by)(x, by=2)
+        with pytest.raises(sl.SpecError, match="the static argument 0 holds a tensor"):
+            sl.jit(f, static_argnums=0)(x)
+        donating = sl.jit(lambda n, x: doubled(x), donate_argnums=-1)
+        gone = arange(4)
+        donating(1, gone)
+        with pytest.raises(sl.DonatedError):
+            sl.gather(gone)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (dict(static_argnums=3), r"static_argnums=3: the function takes arguments 0 to 2"),
+        (dict(donate_argnums=(0, -4)), r"donate_argnums=\(0, -4\): the function takes arguments 0 to 2"),
+        (dict(donate_argnums=(0, 1), static_argnums=-2), "argument 1 is static, so that there is nothing of it to don"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(sl.SpecError, match=said):
+            sl.jit(f, **options)
+    with pytest.raises(sl.SpecError, match=r"static_argnums=-1: .* takes any number of arguments"):
+        sl.jit(lambda *xs: xs, static_argnums=-1)
+
+
+class Scaling:
+    by = 3
+
+    @sl.jit
+    def method(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+class Keeps:
+    """Keeps what it computes, as a trace knows it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last
+
+
+def test_what_is_kept_from_a_trace_has_no_values():
+    keeps, x = Keeps(), torch.ones(2)
+    with mesh(dp=2):
+        sl.jit(keeps)(x)
+        with pytest.raises(sl.SpecError, match=r"reads a value that was kept from an earlier trace at .*keeps\.last"):
+            sl.jit(lambda x: x + keeps.last)(x)
+        with pytest.raises(sl.SpecError, match=r"argument 0 has no values: it is abstract .*, or was kept from a"):
+            sl.jit(doubled)(keeps.last)
+        step = sl.jit(sl.step(loss, sl.optim.sgd(0.1)))
+        abstract = sl.abstract(started, step)
+        assert sl.abstract(step, *abstract)[0].params["w"].shape == (4, 3)
+        with pytest.raises(sl.SpecError, match="argument 0, `step`, has no values"):
+            step(*abstract)
+
+        def boxed(x: Tensor) -> Any:
+            keeps(x)
+            return keeps
+
+        with pytest.raises(
+            sl.SpecError, match=r"boxed: result `` is a Keeps that holds tensors: make its class an sl.py"
+        ):
+            sl.jit(boxed)(x)
+    for f in (3, lambda: (yield), run_later):
+        with pytest.raises(sl.SpecError, match="jit takes a function that returns its results, not "):
+            sl.jit(f)  # type: ignore[arg-type]
+
+
+async def run_later() -> None: ...
+
+
+def test_methods_partials_and_objects():
+    x = torch.ones(2)
+    with mesh(dp=1):
+        for f, name in (
+            (Scaling().method, "method"),
+            (sl.jit(Scaling()), "Scaling"),
+            (sl.jit(partial(partial(Scaling.__call__), Scaling())), "__call__"),
+        ):
+            assert f.__name__ == name and torch.equal(f(x), 3 * x)
+
+
+def test_inside_a_per_device_function_it_is_the_function():
+    inner = sl.jit(lambda y: y * 2)
+    with mesh(dp=2):
+        run = sl.shard_map(lambda x: inner(x) + 1, in_specs=None, out_specs="n/dp")
+        for f in (run, sl.jit(run), sl.jit(lambda x: sl.jit(run)(x))):
+            assert torch.equal(sl.gather(f(arange(4, spec="n/dp"))), 2 * torch.arange(4, dtype=F64) + 1)
+    assert inner.traces == []
+
+
 def test_too_many_traces():
     f = sl.jit(doubled, max_traces=2)
     with mesh(dp=1):
@@ -131,12 +261,22 @@ def test_arguments_that_are_not_hashable():
 
     with mesh(dp=1), pytest.raises(sl.SpecError, match=r"doubled: argument 0, `a`, is a ndarray; jit takes tensors"):
         sl.jit(doubled)({"a": numpy.ones(2)})
+    with mesh(dp=1):
+        with pytest.raises(sl.SpecError, match=r"layout torch.sparse_coo goes into jit, which takes strided ones"):
+            sl.jit(lambda x: x * 2)(torch.eye(2).to_sparse())
+        with pytest.raises(
+            sl.SpecError, match=r"<lambda>: result `a\.1` is a set; jit gives tensors, arrays and hashable"
+        ):
+            sl.jit(lambda x: {"a": [x, {x}]})(torch.ones(2))
+        with pytest.raises(sl.SpecError, match="the pass `<lambda>` returns None: a pass returns the GraphModule"):
+            sl.jit(lambda x: x * 2, passes=[lambda module: None])(torch.ones(2))  # type: ignore[arg-type, return-value]
 
 
 def test_an_array_of_another_mesh():
     with mesh(dp=4):
         x = arange(4, spec="n/dp")
-    with mesh(dp=2), pytest.raises(sl.ShardError, match="lies on Mesh"):
+    said = r"lies on Mesh\(dp=4, simulated\), the current mesh is Mesh\(dp=2, simulated\): call it under `with`"
+    with mesh(dp=2), pytest.raises(sl.ShardError, match=said):
         sl.jit(doubled)(x)
 
 
@@ -208,6 +348,21 @@ def test_what_is_not_donated_is_untouched():
         assert not held & {s.untyped_storage()._cdata for x in tree.leaves((one.params, one.opt.mu)) for s in x.shards}
 
 
+@pytest.mark.parametrize("donate", [(), 0])
+def test_plain_arguments_are_not_written_into(donate):
+    def f(x: Tensor) -> Tensor:
+        x.view(-1)[1:].add_(1)  # the line that is named
+        return x * 2
+
+    x = torch.ones(3)
+    with (
+        mesh(dp=2),
+        pytest.raises(sl.SpecError, match=r"f: `add_` writes in place into the argument `0` at .*test_jit") as e,
+    ):
+        sl.jit(f, donate_argnums=donate)(x)
+    assert "x.view(-1)[1:].add_(1)" in str(e.value) and torch.equal(x, torch.ones(3))
+
+
 def test_shared_storage_is_not_donated():
     f = sl.jit(doubled, donate_argnums=0)
     with mesh(dp=2):
@@ -247,8 +402,9 @@ def test_decisions_on_values_are_errors():
         with pytest.raises(
             sl.SpecError,
             match=re.escape("looks takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`)"),
-        ):
+        ) as e:
             f(arange(4, spec="n/dp"))
+        assert 'in looks: return x * 2 if sl.psum(x.sum(), "dp") > 0 else x' in e.value.__notes__[0]
         assert f.traces == []
 
     def item(p: Any, batch: Tensor) -> sl.Mean:

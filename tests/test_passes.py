@@ -319,6 +319,23 @@ def test_fuse_makes_one_graph_of_equal_groups():
             assert_same(step, [passes.dedupe, passes.overlap, passes.fuse])
 
 
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_fuse_leaves_joins_of_many(join):
+    """What is compiled does not grow with the number of layers whose gradients are stacked."""
+
+    def islands(n: int) -> tuple[int, int]:
+        run = sl.shard_map(lambda x: 2 * join([y @ y for y in x.unbind()]).sin(), in_specs="n a b", out_specs=None)
+        x = sl.shard(torch.rand(n, 3, 3), "n a b")
+        module = lowered(run, x, use=[passes.fuse])
+        assert torch.equal(sl.gather(sl.jit(run, passes=[passes.fuse])(x)), sl.gather(run(x)))
+        nodes = [len(m.graph.nodes) for m in module.children() if isinstance(m, GraphModule)]
+        return len(nodes), sum(nodes)
+
+    with sl.make_mesh(dp=1, simulate=True):
+        assert islands(3) == (1, 3 + 3 + 1)  # inputs; the join, sin and the product; what it returns
+        assert islands(5) == islands(32) == (1, 1 + 2 + 1)
+
+
 def test_fuse_leaves_what_is_written_in_place_and_integers():
     def f(x: Tensor) -> Any:
         a = torch.sin(x) * 2

@@ -202,7 +202,12 @@ def test_bodies(name):
 
     args = (draw(3), "n"), (draw(4, 2, 3).view(4, 6), "layers n/dp"), (draw(3) / 3, "n")
     out = ("", ("n", "layers n/dp", "n"))
-    plain, got = (on_dp(body, *args, out=out, jitted=j) for j in (False, True))
+    copied = (
+        r"scan: in a jitted program `<lambda>` is copied for each turn: `aten\..*_\.default` writes in place into a"
+    )
+    plain = on_dp(body, *args, out=out, jitted=False)
+    with pytest.warns(UserWarning, match=copied) if "in place" in name else contextlib.nullcontext():
+        got = on_dp(body, *args, out=out, jitted=True)
     for a, b in zip(tree.leaves(plain), tree.leaves(got), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
@@ -267,9 +272,52 @@ def test_what_must_happen_in_every_turn_does():
         return sl.scan(counts, x, ws)[0], second
 
     args = (draw(4, 3), "b/dp n"), (draw(3, 3), "layers n")
-    plain, got = (on_dp(body, *args, out=("b/dp n", "layers n"), jitted=j) for j in (False, True))
+    plain = on_dp(body, *args, out=("b/dp n", "layers n"), jitted=False)
+    with pytest.warns(UserWarning, match="copied for each turn: `counts` assigns to a nonlocal variable.*: carry") as w:
+        got = on_dp(body, *args, out=("b/dp n", "layers n"), jitted=True)
+    assert w[0].filename == __file__
     for a, b in zip(plain, got, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+TABLE = draw(3)
+
+
+@pytest.mark.parametrize(
+    ("turn", "more", "said"),
+    [
+        (lambda c, w: ((c[0] * w, c[1] + 1), None), 0, "result `0.1` is 1, which is no tensor"),
+        (lambda c, w: ((c[0] * w, c[1]), None), {1}, "a set goes into it, which has no hash"),
+        (lambda c, w, t=TABLE: ((c[0] * sl.assume("n", t) * w, c[1]), None), 0, r"an operand f64\[3\] has no type"),
+    ],
+)
+def test_a_body_that_is_copied_for_each_turn_says_why(turn, more, said):
+    def body(x: Tensor, ws: Tensor) -> Tensor:
+        return sl.scan(turn, (x, more), ws)[0][0]
+
+    args = (draw(4, 3), "b/dp n"), (draw(3, 3), "layers n")
+    with pytest.warns(UserWarning, match=f"scan: in a jitted program `<lambda>` is copied for each turn: .*{said}"):
+        got = on_dp(body, *args, out="b/dp n", jitted=True)
+    torch.testing.assert_close(got, on_dp(body, *args, out="b/dp n", jitted=False), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_what_fails_in_a_body_is_raised_at_its_line_without_another_try(derived):
+    calls = []
+
+    def turn(c: Tensor, w: Tensor) -> Any:
+        calls.append(1)
+        return c @ w.view(7, 1), None  # has 3 elements
+
+    def body(x: Tensor, ws: Tensor) -> Any:
+        def total(ws: Tensor) -> Tensor:
+            return sl.psum(sl.scan(turn, x, ws)[0].sum(), "dp")
+
+        return sl.grad(total)(ws) if derived else total(ws)
+
+    with pytest.raises(RuntimeError, match="invalid for input of size 3") as e:
+        on_dp(body, (draw(4, 3), "b/dp n"), (draw(3, 3), "layers n"), out="layers n", jitted=True)
+    assert len(calls) == 1 and "in turn: return c @ w.view(7, 1), None" in e.value.__notes__[0]
 
 
 def test_errors_are_those_of_the_loop():

@@ -19,6 +19,7 @@ _REDUCES = frozenset(
 _MOVES = frozenset(
     "cat stack clone _to_copy constant_pad_nd slice_backward full zeros ones zeros_like ones_like full_like".split()
 )
+_JOINS, _FEW = frozenset(("cat", "stack")), 4  # those of more operands are copies of values that others have made
 _VIEWS = frozenset("view _unsafe_view permute t transpose unsqueeze squeeze expand slice select split".split())
 
 
@@ -43,7 +44,8 @@ def fuse(module: GraphModule) -> GraphModule:
         y = mm(h, c)
 
     Equal groups (of equal layers) call one graph, so what a compiler has to do does not grow with depth. Products,
-    collectives, attention, what works in place and single numbers stay where they are. Bitwise the same until compiled.
+    collectives, attention, what works in place, single numbers, and `stack` and `cat` of many operands (gradients of
+    all layers) stay where they are. Bitwise the same until compiled.
     """
     names: dict[str, str] = {}
     for group in _groups(module.graph):
@@ -96,6 +98,8 @@ def _kind(node: Node) -> str | None:
         return "view"
     if name in _REDUCES:
         return "op"
+    if name in _JOINS and len(node.all_input_nodes) > _FEW:
+        return None
     # Not numbers, which cost nothing, nor integers, whose overflow C++ leaves undefined.
     plain = isinstance(value, Tensor) and value.numel() > 1 and (value.is_floating_point() or value.dtype == torch.bool)
     return "op" if plain and (name in _MOVES or torch.Tag.pointwise in target.tags) else None

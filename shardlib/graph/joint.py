@@ -84,6 +84,9 @@ def joint(
                     full[i] = x
                 out = f(*full)
                 flat, found["structure"] = tree.flatten(out)
+                for path, y in zip(tree.paths(out), flat, strict=True):
+                    if not isinstance(y, Tensor):
+                        raise SpecError(f"result `{path}` is {y!r}, which is no tensor: make it one")
                 flat = distinct(flat, xs)
                 first = flat[: len(tree.leaves(of(out)))]
                 found["floats"] = [i for i, y in enumerate(first) if y.is_floating_point() and at]
@@ -172,7 +175,10 @@ def _refuse_writes_across(graph: Graph, first: set[Node], second: set[Node]) -> 
         into = {r for a in aliased(node, written=True) for r in held[a]}
         touch = {n for n, rs in held.items() if rs & into}
         if touch and not ((node in first and not touch & second) or (node in second and not touch & first)):
-            raise SpecError("a layer writes into a value that both passes read")
+            raise SpecError(
+                f"`{node.target}` writes in place into a value that the forward and the backward pass both read: take "
+                "the op that makes a new tensor"
+            )
 
 
 def again(node: Node) -> bool:

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
-from torch.fx import GraphModule
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without storage
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -25,9 +25,9 @@ from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a n
 )
 
 from shardlib import tree
-from shardlib.errors import SpecError
-from shardlib.graph.lines import Lines
-from shardlib.graph.nodes import clean
+from shardlib.errors import SpecError, pointed
+from shardlib.graph.lines import Lines, said_at
+from shardlib.graph.nodes import aliased, clean, op_name, roots
 from shardlib.graph.record import Recording
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
@@ -116,11 +116,32 @@ def trace(f: Callable[..., Sequence[Tensor]], metas: Sequence[Meta], name: str, 
         try:
             module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         except DATA_DEPENDENT as e:
-            raise SpecError(
-                f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
-                f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
-            ) from e
+            with pointed():
+                raise SpecError(
+                    f"{name} takes a Python decision on a tensor's value (.item(), bool(), `if x > 0`), which a traced "
+                    f"program cannot: use torch.where, or run it without jit ({type(e).__name__})"
+                ).with_traceback(e.__traceback__) from e
+        for node in module.graph.find_nodes(op="get_attr"):
+            if isinstance(getattr(module, node.target, None), FakeTensor):
+                raise SpecError(
+                    f"{name} reads a value that was kept from an earlier trace{said_at(node)}, where it stood for the "
+                    "values of any call: return it instead, and pass it in"
+                )
         return clean(module)
+
+
+def refuse_writes(graph: Graph, name: str) -> None:
+    """Raise where a graph writes into an input: what is not donated is not touched, and ranks may share it."""
+    writes = [n for n in graph.nodes if aliased(n, written=True)]
+    held = roots(graph) if writes else {}
+    for node in writes:
+        into = {r for a in aliased(node, written=True) for r in held[a] if r.op == "placeholder"}
+        if into:
+            path = into.pop().meta["path"]
+            raise SpecError(
+                f"{name}: `{op_name(node)}` writes in place into the argument `{path}`{said_at(node)}\n"
+                "  Write into a clone, or take the op that makes a new tensor"
+            )
 
 
 def typed(
