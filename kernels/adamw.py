@@ -13,8 +13,10 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+VECTOR = 64  # bytes: of the widest vectors that torch computes in
 OPTIONS = "Tensor lr, Tensor count, float b1, float b2, float eps, float decay"
 
 
@@ -83,11 +85,21 @@ def _fused(
     eps: float,
     decay: float,
 ) -> None:
-    """torch's own update, one pass in C++, in place; all contiguous and of one dtype, but for g."""
+    """torch's own update, one pass in C++, in place; all contiguous and of one dtype, but for g.
+
+    What is left over whole vectors torch rounds in another way. So it gets vectors of its own, filled up with zeros: an
+    element's update does not depend on where in a leaf it lies, and stacked layers train as listed ones, bit for bit.
+    """
     options: dict[str, Any] = dict(lr=lr.item(), beta1=b1, beta2=b2, weight_decay=decay, eps=eps)
-    steps = [count.to(torch.float32)]
-    grads = [g.to(m.dtype).contiguous()]
-    torch.ops.aten._fused_adamw_([p], grads, [m], [v], [], steps, amsgrad=False, maximize=False, **options)
+    operands = [x.view(-1) for x in (p, g.to(m.dtype).contiguous(), m, v)]
+    n, width = p.numel(), VECTOR // p.itemsize
+    end = n - n % width
+    parts = [[x[:end]] if end == n else [x[:end], F.pad(x[end:], (0, end + width - n))] for x in operands]
+    steps = [count.to(torch.float32)] * len(parts[0])
+    torch.ops.aten._fused_adamw_(*parts, [], steps, amsgrad=False, maximize=False, **options)
+    if end < n:
+        for i in (0, 2, 3):
+            operands[i][end:] = parts[i][1][: n - end]
 
 
 def _shapes(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,6 +55,21 @@ def test_cpu_op_equals_reference_and_float64(shape, dtype):
         assert_rounded_once(got, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_adamw_is_the_same_wherever_an_element_lies(dtype):
+    """In leaves of any length, at any place in them, written in place or not."""
+    *operands, rate, count, b1, b2, eps, decay = buffers((100,), dtype)
+    for op in (adamw.adamw, adamw.adamw_):
+        whole = [x.clone() for x in operands]
+        update = op(*whole, rate, count, b1, b2, eps, decay)
+        for n in range(1, 36):
+            for at in (0, 3, 64 - n):
+                part = [x[at : at + n].clone() for x in operands]
+                found = op(*part, rate, count, b1, b2, eps, decay)
+                for x, y in zip(found or part, update or whole, strict=True):
+                    assert torch.equal(x, y[at : at + n]), (n, at)
+
+
 SCORES = cross_entropy.token_scores, cross_entropy.token_scores_backward, cross_entropy.token_scores_backward_
 
 
