@@ -27,7 +27,7 @@ def reference(
     v: Tensor,
     lr: Tensor,
     count: Tensor,
-    b1: float,
+    b1: float | Tensor,
     b2: float,
     eps: float,
     decay: float,
@@ -35,6 +35,7 @@ def reference(
     """p, g, m, v of one shape -> (update, m, v) in the dtype of m. The new parameters are `p + update`."""
     t, g = count.to(torch.float64), g.to(m.dtype)
     alpha, fix1, fix2 = (x.to(m.dtype) for x in (lr, 1 - b1**t, 1 - b2**t))
+    b1 = b1.to(m.dtype) if isinstance(b1, Tensor) else b1
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g * g
     return -alpha * (m / fix1 / ((v / fix2).sqrt() + eps) + decay * p.to(m.dtype)), m, v

@@ -27,14 +27,20 @@ Rule = Callable[[Tensor, Tensor, int, float, dict[str, Any]], Tensor]  # p, g, t
 # ---- the published algorithms, on whole leaves
 
 
-def of_torch(make: Callable[..., torch.optim.Optimizer], kept: dict[str, str], **options: Any) -> Rule:
-    """One of torch's; `kept`: its names for ours."""
+def of_torch(
+    make: Callable[..., torch.optim.Optimizer],
+    kept: dict[str, str],
+    each: Callable[[int], dict[str, Any]] = lambda n: {},
+    **options: Any,
+) -> Rule:
+    """One of torch's; `kept`: its names for ours; `each`: options of the update after n others."""
 
     def rule(p: Tensor, g: Tensor, t: int, lr: float, s: dict[str, Any]) -> Tensor:
         if t == 1:
             s["own"] = p.clone().requires_grad_()
             s["torch"] = make([s["own"]], lr=lr, **options)
-        s["own"].grad, s["torch"].param_groups[0]["lr"] = g, lr
+        s["own"].grad = g
+        s["torch"].param_groups[0].update(lr=lr, **each(t - 1))
         s["torch"].step()
         s |= {ours: s["torch"].state[s["own"]][theirs] for ours, theirs in kept.items()}
         return s["own"].detach().clone()
@@ -106,6 +112,16 @@ def muon(scale: Callable[[int, int], float], nesterov: bool = True) -> Rule:
 
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 adamw = of_torch(torch.optim.AdamW, MOMENTS, weight_decay=0.1)
+
+
+CYCLE: dict[str, Any] = dict(low=0.7, high=0.9, up=4, down=5, up_stairs=2, decay_rate=0.01, decay_steps=3)
+
+
+def momentum(n: int) -> float:
+    """DeepSpeed's, in the update after n others: `_get_cycle_mom` and `_get_decay_mom`."""
+    if n >= 9:
+        return 0.9 * (1 + 0.01 * (n - 9) / 3)
+    return 0.9 - 0.2 * math.floor(n * 2 / 4 if n <= 4 else (9 - n) * 2 / 5) / 2
 
 
 # ---- optimizers
@@ -183,6 +199,15 @@ OPTIMIZERS = {
     "muon, matched": Row(
         with_adamw(lambda lr: optim.muon(lr, nesterov=False, weight_decay=0.1, scale="match_rms_adamw")),
         muon(matched, nesterov=False), one_for_matrices, joint=True, fused=True,
+    ),
+    "adamw, momentum in a cycle": Row(
+        lambda lr: optim.adamw(lr, b1=optim.one_cycle_momentum(**CYCLE), weight_decay=0.1),
+        of_torch(torch.optim.AdamW, MOMENTS, lambda n: {"betas": (momentum(n), 0.999)}, weight_decay=0.1), slots(2),
+    ),
+    "sgd, momentum in a cycle": Row(
+        lambda lr: optim.sgd(lr, momentum=optim.one_cycle_momentum(**CYCLE)),
+        of_torch(torch.optim.SGD, {"trace": "momentum_buffer"}, lambda n: {"momentum": momentum(n)}, momentum=0.9),
+        slots(1),
     ),
     "adamw, skip_nonfinite": Row(
         lambda lr: optim.skip_nonfinite(optim.adamw(lr, weight_decay=0.1)), adamw, slots(2), fused=True
@@ -291,6 +316,7 @@ SCHEDULES = {
     "one_cycle, stairs": Shape(
         optim.one_cycle(0.4, start=0.1, up=9, up_stairs=3), lambda t: deepspeed_cycle(t, 9, 9, 3, 0.0, 0)
     ),
+    "one_cycle_momentum": Shape(optim.one_cycle_momentum(**CYCLE), momentum),
     "lr_range_test": Shape(optim.lr_range_test(0.01, steps=5, rate=2.0), lambda t: 0.01 * (1 + 2 * t / 5)),
     "lr_range_test, stairs": Shape(
         optim.lr_range_test(0.01, steps=5, staircase=True), lambda t: 0.01 * (1 + t // 5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hessian
 import hybrid_sharding
 import lora
 import pipeline_3d
@@ -62,6 +63,17 @@ def test_pipeline_3d_is_what_it_is_on_one_rank() -> None:
     meshes = (sl.make_mesh(dp=2, tp=2, pp=2, simulate=True), sl.make_mesh(dp=1, tp=1, pp=1, simulate=True))
     found, wanted = (pipeline_3d.train(mesh, pipeline_3d.SCHEDULES["one_f_one_b"], 2) for mesh in meshes)
     assert found == pytest.approx(wanted, rel=1e-4) and found[1] < found[0]
+
+
+# ---- derivatives of second order
+
+
+def test_the_top_eigenvalue_is_that_of_one_rank() -> None:
+    meshes = (sl.make_mesh(dp=dp, tp=tp, simulate=True) for dp, tp in ((2, 2), (1, 1)))
+    (found, turned, v), (wanted, _, want) = (hessian.top(mesh, 8) for mesh in meshes)
+    assert found == pytest.approx(wanted, rel=1e-9) and found > 0 and turned < 1e-2
+    for x, y in zip(tree.leaves(v), tree.leaves(want), strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-9)
 
 
 # ---- layouts for nodes of GPUs

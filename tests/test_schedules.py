@@ -43,6 +43,7 @@ def test_schedules_trace():
         (lambda: optim.warmup_stable_decay(1.0, warmup=5, steps=9, decay=2, shape="cubic"), "not 'cubic'"),
         (lambda: optim.one_cycle(1.0, start=0.1, up=0), "one_cycle: up > 0"),
         (lambda: optim.one_cycle(1.0, start=0.1, up=5, decay_rate=-1.0), "decay_rate >= 0"),
+        (lambda: optim.one_cycle_momentum(0.9, 1.0, up=5), "one_cycle_momentum: 0 <= low, high < 1"),
         (lambda: optim.lr_range_test(1.0, steps=0), "lr_range_test: steps > 0"),
         (lambda: optim.lamb(1.0, min_coeff=2.0, max_coeff=1.0), "0 <= min_coeff <= max_coeff"),
         (lambda: optim.lion([0.1]), "a learning rate is a number or a schedule"),  # type: ignore[arg-type]

@@ -73,12 +73,11 @@ def _prefetch(graph: Graph, pinned: set[Node], ahead: int) -> None:
                 moved = [n for c in chains for n in c or ()] + ([x] if x.target is PACK else []) + [start]
                 gathers.append((min(order[u] for u in _uses(start)), moved))
     nodes = list(graph.nodes)
-    uses = sorted({use for use, _ in gathers})
+    uses, moving = sorted({use for use, _ in gathers}), {n for _, moved in gathers for n in moved}
     for use, moved in gathers:
         i = uses.index(use) - ahead
-        before = nodes[uses[i]] if i >= 0 else next(n for n in nodes if n.op != "placeholder")
-        while before in moved:
-            before = before.next
+        at = uses[i] if i >= 0 else 0
+        before = next(n for n in nodes[at:] if n.op != "placeholder" and n not in moving)
         for node in dict.fromkeys(moved):
             if order[node] > order[before] or node is moved[-1]:
                 before.prepend(node)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardlib import tree
 from shardlib.norms import not_finite
-from shardlib.optim.base import Optimizer, counter, zeros32
+from shardlib.optim.base import Optimizer, counter, selected, zeros32
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
 
@@ -35,7 +35,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
         updates, inner = optimizer.update(grads, state.inner, params)
         updates = tree.map_(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
         skipped = state.skipped + (~finite).to(torch.int64)
-        return updates, SkipState(inner=_either(finite, inner, state.inner), skipped=skipped)
+        return updates, SkipState(inner=selected(finite, inner, state.inner), skipped=skipped)
 
     return Optimizer(init, update)
 
@@ -73,14 +73,10 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
         updates, inner = optimizer.update(mean, state.inner, params)
         zeros = tree.map_(torch.zeros_like, mean)
         new = AccumulateState(
-            inner=_either(due, inner, state.inner),
+            inner=selected(due, inner, state.inner),
             since=torch.where(due, torch.zeros_like(since), since),
-            mean=_either(due, zeros, mean),
+            mean=selected(due, zeros, mean),
         )
         return tree.map_(lambda u: torch.where(due, u, torch.zeros_like(u)), updates), new
 
     return Optimizer(init, update)
-
-
-def _either(which: Tensor, new: Any, old: Any) -> Any:
-    return tree.map_(lambda x, y: torch.where(which, x, y), new, old)
