@@ -30,6 +30,7 @@ from benchmarks.kernel_checks import (
     check_triton,
     check_triton_adamw,
     check_triton_scores,
+    check_triton_threefry,
     in_float64,
     operands,
     scored,
@@ -193,9 +194,10 @@ def test_triton_on_a_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
-def test_first_update_and_bad_logits_on_a_gpu():
+def test_first_update_bad_logits_and_randomness_on_a_gpu():
     check_first_update("cuda")
     check_bad_logits("cuda")
+    check_triton_threefry("cuda")
 
 
 @needs_triton
@@ -211,7 +213,7 @@ def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
     }
     assert {r["kernel"].split()[0] for r in rows} == {
         *("rms_norm", "rms_norm_backward", "adamw", "adamw_"),
-        *("token_scores", "token_scores_backward"),
+        *("token_scores", "token_scores_backward", "threefry"),
     }
     assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
 

@@ -54,3 +54,28 @@ def test_clip_by_global_norm_and_masked():
         optim.clip_by_global_norm(0)
     with pytest.raises(sl.TreeError, match=r"masked: `<function .*` chooses no leaf"):
         trained(optim.masked(optim.sgd(0.1), lambda path, spec: False), params, [g], SPECS)
+
+
+def test_stochastic_rounding_needs_no_masters() -> None:
+    """Updates of an eighth of a bfloat16's unit add up in the mean; alike on every mesh, stacked and listed."""
+    specs = {"stacked": sl.stack("a/dp b/tp", "layers"), "listed": ["a/dp b/tp"] * 3, "other": "n/dp"}
+    ones = torch.ones(3, 33, 35, dtype=torch.bfloat16)
+    params = {"stacked": ones, "listed": list(ones.unbind()), "other": torch.ones(5)}
+    ours = optim.stochastic_rounding(optim.sgd(2.0**-11, momentum=0.5))
+    grads = [tree.map_(torch.ones_like, params)] * 4
+    steps = 4 + 3 * 0.5 + 2 * 0.25 + 0.125  # momentum counted
+    found = []
+    for n, stage in ((1, 0), (2, 0), (2, 3)):
+        x, state = trained(ours, params, grads, specs, stage, dp=n, tp=n)
+        assert torch.equal(x["stacked"], torch.stack(x["listed"])) and x["stacked"].dtype == torch.bfloat16
+        assert not tree.leaves(state.inner.master) and {t.dtype for t in tree.leaves(state.inner.trace)} == {
+            torch.float32
+        }
+        assert torch.equal(x["other"], torch.full((5,), 1 - steps * 2.0**-11))
+        found.append(x["stacked"].float())
+    assert all(torch.equal(x, found[0]) for x in found)
+    assert found[0].mean().item() == pytest.approx(1 - steps * 2.0**-11, abs=4 * 2.0**-9 / ones.numel() ** 0.5)
+    assert not torch.equal(found[0][0], found[0][1])
+    plain = optim.Optimizer(lambda p: (), lambda g, s, p: (tree.map_(lambda g: -(2.0**-11) * g.float(), g), s))
+    nearest, _ = trained(plain, params, grads, specs)
+    assert torch.equal(nearest["stacked"], ones), "to nearest they are lost"

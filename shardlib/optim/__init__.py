@@ -1,6 +1,7 @@
 """Optimizers: pure pairs `(init, update)` in optax's form, correct under any layout. docs/optimizers.md shows them.
 
-adamw, adam, sgd, lion, lamb, adafactor, muon; made of others: chain, by_path, masked, accumulate, skip_nonfinite; in a
+adamw, adam, sgd, lion, lamb, adafactor, muon; made of others: chain, by_path, masked, accumulate, skip_nonfinite,
+stochastic_rounding; in a
 chain: clip_by_global_norm, add_decayed_weights, weight_ema (`get` reads the average); the mask matrices. Schedules:
 constant, polynomial, exponential, cosine, piecewise, join, warmup, warmup_decay, warmup_cosine, warmup_stable_decay,
 one_cycle, lr_range_test; for momentum one_cycle_momentum. `float32`: parameters of 16 bits as their masters.
@@ -39,3 +40,4 @@ from shardlib.optim.transforms import add_decayed_weights as add_decayed_weights
 from shardlib.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from shardlib.optim.wrap import accumulate as accumulate
 from shardlib.optim.wrap import skip_nonfinite as skip_nonfinite
+from shardlib.optim.wrap import stochastic_rounding as stochastic_rounding
