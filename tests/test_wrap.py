@@ -1,6 +1,7 @@
 """Optimizers around optimizers, and changes of gradients to chain with them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -58,24 +59,31 @@ def test_clip_by_global_norm_and_masked():
 
 def test_stochastic_rounding_needs_no_masters() -> None:
     """Updates of an eighth of a bfloat16's unit add up in the mean; alike on every mesh, stacked and listed."""
-    specs = {"stacked": sl.stack("a/dp b/tp", "layers"), "listed": ["a/dp b/tp"] * 3, "other": "n/dp"}
-    ones = torch.ones(3, 33, 35, dtype=torch.bfloat16)
-    params = {"stacked": ones, "listed": list(ones.unbind()), "other": torch.ones(5)}
-    ours = optim.stochastic_rounding(optim.sgd(2.0**-11, momentum=0.5))
-    grads = [tree.map_(torch.ones_like, params)] * 4
-    steps = 4 + 3 * 0.5 + 2 * 0.25 + 0.125  # momentum counted
+    ones, ours = (
+        torch.ones(3, 33, 35, dtype=torch.bfloat16),
+        optim.stochastic_rounding(optim.sgd(2.0**-11, momentum=0.5)),
+    )
+    whole: dict[str, Any] = {"w": ones, "wide": torch.ones(5)}
+    forms = (
+        (whole, {"w": sl.stack("a/dp b/tp", "layers"), "wide": "n/dp"}),
+        (
+            {**whole, "w": list(ones.unbind())},
+            {"w": ["a/dp b/tp"] * 3, "wide": "n/dp"},
+        ),
+    )
     found = []
-    for n, stage in ((1, 0), (2, 0), (2, 3)):
-        x, state = trained(ours, params, grads, specs, stage, dp=n, tp=n)
-        assert torch.equal(x["stacked"], torch.stack(x["listed"])) and x["stacked"].dtype == torch.bfloat16
-        assert not tree.leaves(state.inner.master) and {t.dtype for t in tree.leaves(state.inner.trace)} == {
-            torch.float32
-        }
-        assert torch.equal(x["other"], torch.full((5,), 1 - steps * 2.0**-11))
-        found.append(x["stacked"].float())
-    assert all(torch.equal(x, found[0]) for x in found)
-    assert found[0].mean().item() == pytest.approx(1 - steps * 2.0**-11, abs=4 * 2.0**-9 / ones.numel() ** 0.5)
+    for (params, specs), n, stage in zip(forms * 2, (1, 2, 2, 1), (0, 0, 3, 3), strict=True):
+        x, state = trained(ours, params, [tree.map_(torch.ones_like, params)] * 4, specs, stage, dp=n, tp=n)
+        assert not tree.leaves(state.inner.master)
+        assert {t.dtype for t in tree.leaves(state.inner.trace)} == {torch.float32}
+        found.append(x["w"] if isinstance(x["w"], torch.Tensor) else torch.stack(x["w"]))
+        steps = 4 + 3 * 0.5 + 2 * 0.25 + 0.125  # with momentum
+        assert torch.equal(x["wide"], torch.full((5,), 1 - steps * 2.0**-11))
+    assert all(torch.equal(x, found[0]) for x in found) and found[0].dtype == torch.bfloat16
     assert not torch.equal(found[0][0], found[0][1])
+    mean = found[0].double().mean().item()
+    assert mean == pytest.approx(1 - steps * 2.0**-11, abs=4 * 2.0**-9 / ones.numel() ** 0.5)
     plain = optim.Optimizer(lambda p: (), lambda g, s, p: (tree.map_(lambda g: -(2.0**-11) * g.float(), g), s))
-    nearest, _ = trained(plain, params, grads, specs)
-    assert torch.equal(nearest["stacked"], ones), "to nearest they are lost"
+    params, specs = forms[0]
+    nearest, _ = trained(plain, params, [tree.map_(torch.ones_like, params)] * 4, specs)
+    assert torch.equal(nearest["w"], ones), "to nearest they are lost"
