@@ -2,11 +2,11 @@
 
 mesh              make_mesh use_mesh current_mesh Mesh
 annotations       pytree spec stack static specs
-at rest           shard gather reshard from_local local init abstract show Array
+at rest           shard gather reshard from_local local to_dtensor pad_to init abstract show Array
 per device        shard_map typeof assume
 collectives       psum psum_scatter all_gather all_to_all pmean pmax ppermute pbroadcast
                   ragged_all_to_all pvary pending axis_size axis_index
-local, by pattern einsum rearrange reduce embed token_loss dropout iota
+local, by pattern einsum rearrange reduce embed token_loss dropout iota; attention
 one kernel        rms_norm
 transforms        grad value_and_grad remat save_name scan custom_vjp
 train step        step evaluate State Mean Aux Layout zero split place global_norm global_sum optim
@@ -26,6 +26,7 @@ from shardlib import passes as passes
 from shardlib import random as random
 from shardlib import testing as testing
 from shardlib.array import Array as Array
+from shardlib.attention import attention as attention
 from shardlib.autodiff import Aux as Aux
 from shardlib.autodiff import grad as grad
 from shardlib.autodiff import value_and_grad as value_and_grad
@@ -43,6 +44,7 @@ from shardlib.collectives import ppermute as ppermute
 from shardlib.collectives import pvary as pvary
 from shardlib.custom import custom_vjp as custom_vjp
 from shardlib.dropout import dropout as dropout
+from shardlib.dtensor import to_dtensor as to_dtensor
 from shardlib.errors import DonatedError as DonatedError
 from shardlib.errors import MeshError as MeshError
 from shardlib.errors import RankError as RankError
@@ -69,6 +71,7 @@ from shardlib.ops import psum as psum
 from shardlib.ops import psum_scatter as psum_scatter
 from shardlib.ops import rearrange as rearrange
 from shardlib.ops import reduce as reduce
+from shardlib.padding import pad_to as pad_to
 from shardlib.patterns import assume as assume
 from shardlib.pipeline import schedules as schedules
 from shardlib.pipeline.run import pipeline as pipeline

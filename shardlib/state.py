@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without stora
 
 from shardlib import errors, layout, random, tree
 from shardlib.array import Array
+from shardlib.dtensor import from_dtensor, is_dtensor
 from shardlib.errors import MeshError, SpecError, TreeError, located, nearest
 from shardlib.mesh import Axes, Mesh, current_mesh
 from shardlib.parts import once
@@ -24,7 +25,8 @@ from shardlib.spec import Spec
 from shardlib.types import inside
 
 
-def _specs_for(tree_: Any, specs: Any, what: str) -> list[Any]:
+def specs_for(tree_: Any, specs: Any, what: str) -> list[Any]:
+    """The spec of every leaf: those given, or of the annotations of a `@pytree` object."""
     if specs is None:
         if not tree.is_pytree_class(type(tree_)):
             raise SpecError(f"{what}: give specs; only a @pytree object brings its own, found {type(tree_).__name__}")
@@ -35,7 +37,7 @@ def _specs_for(tree_: Any, specs: Any, what: str) -> list[Any]:
 def _each(tree_: Any, specs: Any, what: str, make: Callable[[Tensor, Spec], Array], mesh: Mesh) -> Any:
     flat, treedef = tree.flatten(tree_)
     out, make = [], once(make)
-    for path, x, said in zip(tree.paths(tree_), flat, _specs_for(tree_, specs, what), strict=True):
+    for path, x, said in zip(tree.paths(tree_), flat, specs_for(tree_, specs, what), strict=True):
         at = f"{what}: `{path}`" if path else what
         if not isinstance(x, Tensor):
             raise SpecError(f"{at} is a {type(x).__name__}; a tensor is needed")
@@ -68,11 +70,17 @@ def shard(tree_: Any, specs: Any = None, mesh: Mesh | None = None) -> Any:
 
     `specs`: a spec tree, a `@pytree` class, or one spec for all; None where `tree_` is a `@pytree` object. Lengths that
     do not divide give short or empty last shards (`torch.chunk`'s ceilings). One tensor at several places with one spec
-    is one array, tied, and stays one in all that the library does. Raises `SpecError`, `MeshError`.
+    is one array, tied, and stays one in all that the library does. A `DTensor` on the same ranks is taken as it lies,
+    then brought to its spec as `reshard` would. Raises `SpecError`, `MeshError`.
     """
     m = mesh or current_mesh()
 
     def make(x: Tensor, spec: Spec) -> Array:
+        if is_dtensor(x):
+            mine, found = from_dtensor(x, spec, m)
+            plan(found, spec, x.shape, m)
+            taken = Array([_pad(mine.detach(), layout.padded_shape(found, x.shape, m.shape))], found, x.shape, m)
+            return _move([spec], [taken], m)[0]
         if tracing() and m.total > 1:  # one program for all ranks: each takes its slice as it runs
             whole = replace(spec, dims=tuple(replace(d, axes=()) for d in spec.dims))
             return _move([spec], [Array([x.to(m.device).clone()], whole, x.shape, m)], m)[0]

@@ -103,6 +103,9 @@ def test_arguments_output_and_logs(tmp_path):
         f"rank{r}.{x}" for r in (0, 1) for x in ("err", "out")
     ]
     assert (tmp_path / "logs" / "rank1.err").read_text() == "loud\n"
+    run('print("again")', tmp_path, "--nproc", "1", "--log-dir", str(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank0.err").read_text() == "loud\n"
+    assert (tmp_path / "logs" / "round2" / "rank0.out").read_text() == "again\n"
 
 
 def test_a_killed_rank_is_named_and_all_start_again(tmp_path):
@@ -182,14 +185,14 @@ def test_a_hostfile_over_a_stand_in_for_ssh(tmp_path):
     script = """
     print("of", os.environ["WORLD_SIZE"], "at", os.environ["HOST_SAID"], os.environ["CUDA_VISIBLE_DEVICES"])
     time.sleep(1)
-    sys.exit(9) if os.environ["HOST_SAID"] == "a" else time.sleep(60)
+    sys.exit(9) if os.environ["HOST_SAID"] == "a" else time.sleep(250)
     """
     began = time.monotonic()
     code, out, err = run(script, tmp_path, *options, "--grace", "3")
     ended = sorted(line.split("] ")[1] for line in out.splitlines())
     assert ended == ["of 3 at a 0", "of 3 at b 0,1", "of 3 at b 0,1"], err
     assert sorted(line[:7] for line in out.splitlines()) == ["[rank 0", "[rank 1", "[rank 2"]
-    assert code == 9 and "a ended with exit code 9; the others end" in err and time.monotonic() - began < 55
+    assert code == 9 and "a ended with exit code 9; the others end" in err and time.monotonic() - began < 200
 
 
 # ---- doctor

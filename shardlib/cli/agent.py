@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -249,11 +250,12 @@ class Rounds(RendezvousHandler):
 
 
 class Logs(LogsSpecs):
-    """`rank3.out` and `rank3.err` in a folder, all of them shown too; those of round 2 in `round2`, and so on."""
+    """`rank3.out` and `rank3.err` in a folder, all of them shown too; where those of an earlier round stand already,
+    in `round2`, and so on."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
-        self.folder, self.round = folder, 0
+        self.folder = folder
 
     @property
     def root_log_dir(self) -> str:
@@ -262,11 +264,12 @@ class Logs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of a round."""
-        self.round += 1
-        here = self.folder / (f"round{self.round}" if self.round > 1 else "")
+        names = {local: f"rank{env['RANK']}" for local, env in envs.items()}
+        folders = (self.folder / (f"round{n}" if n > 1 else "") for n in count(1))
+        here = next(f for f in folders if not any((f / f"{name}.out").exists() for name in names.values()))
         here.mkdir(parents=True, exist_ok=True)
         out, err, told = (
-            {local: str(here / f"rank{env['RANK']}.{end}") for local, env in envs.items()}
+            {local: str(here / f"{name}.{end}") for local, name in names.items()}
             for end in ("out", "err", "error.json")
         )
         for local, env in envs.items():

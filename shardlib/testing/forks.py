@@ -5,10 +5,12 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,13 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
     """
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork")  # closures, and no second import of torch
-        children = [fork.Process(target=_child, args=(r, Path(folder), body)) for r in range(n)]
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # an interrupt waits until all have started
+        held = signal.getsignal(signal.SIGINT)
+        children = [fork.Process(target=_child, args=(r, Path(folder), body, held)) for r in range(n)]
         try:
-            with warnings.catch_warnings():
+            with _uninterrupted(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads; children start none before
                 for p in children:
                     p.start()
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             deadline = time.monotonic() + seconds
             for p in children:
                 p.join(max(0.0, deadline - time.monotonic()))
@@ -47,7 +48,6 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
                     told = Path(folder, f"error{r}")
                     said[r] = told.read_text() if told.exists() else f"died with exit code {p.exitcode}"
         finally:  # none stays behind an interrupt
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for p in children:
                 if p.pid is not None:
                     p.kill()
@@ -57,9 +57,25 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
         return [Path(folder, f"result{r}").read_bytes() for r in range(n)]
 
 
-def _child(rank: int, folder: Path, body: Callable[[int], Any]) -> None:
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, an interrupt waits for the end. (Blocking the signal would not do: another thread might take it.)"""
+    if threading.current_thread() is not threading.main_thread():  # which interrupts do not reach
+        yield
+        return
+    came: list[int] = []
+    held = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.signal(signal.SIGINT, held)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+def _child(rank: int, folder: Path, body: Callable[[int], Any], interrupted: Any) -> None:
+    try:
+        signal.signal(signal.SIGINT, interrupted)
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         (folder / f"result{rank}").write_bytes(pickle.dumps(body(rank)))
         if dist.is_initialized():
