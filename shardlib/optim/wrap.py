@@ -88,10 +88,11 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
 
 @pytree
 class RoundingState:
-    """The optimizer's state; the number of updates."""
+    """The optimizer's state; the number of updates; the root of the random keys."""
 
     inner: Any
     count: Tensor
+    key: Tensor
 
 
 def stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> Optimizer:
@@ -104,14 +105,18 @@ def stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> Optimizer:
     """
 
     def widened(params: Any) -> Any:
-        return tree.map_(lambda p: settle(p.to(torch.float32), leaf_of(p, "")) if _short(p) else p, params)
+        def one(p: Tensor) -> Tensor:
+            return settle(p.to(torch.float32), leaf_of(p, "stochastic_rounding")) if _short(p) else p
+
+        return tree.map_(one, params)
 
     def init(params: Any) -> RoundingState:
-        return RoundingState(inner=optimizer.init(widened(params)), count=counter())
+        count = counter()
+        return RoundingState(inner=optimizer.init(widened(params)), count=count, key=random.key(seed, count.device))
 
     def update(grads: Any, state: RoundingState, params: Any) -> tuple[Any, RoundingState]:
         updates, inner = optimizer.update(grads, state.inner, widened(params))
-        root = random.fold_in(random.key(seed, state.count.device), state.count)
+        root = random.fold_in(state.key, state.count)
 
         def one(p: Tensor, u: Tensor, leaf: Leaf, path: str) -> Tensor:
             if not _short(p):
@@ -121,7 +126,8 @@ def stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> Optimizer:
 
         flat, treedef = tree.flatten(params)
         each = flat, tree.leaves(updates), leaves_of(params, "stochastic_rounding"), tree.paths(params)
-        return tree.unflatten(treedef, map(one, *each)), RoundingState(inner=inner, count=state.count + 1)
+        new = RoundingState(inner=inner, count=state.count + 1, key=state.key)
+        return tree.unflatten(treedef, map(one, *each)), new
 
     return Optimizer(init, update)
 
