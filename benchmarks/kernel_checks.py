@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.kernels import adamw, cross_entropy
+from shardlib.kernels import adamw, cross_entropy, threefry
 from shardlib.kernels import rms_norm as kernel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -162,15 +162,27 @@ def check_bad_logits(device: str) -> None:
     assert out.isnan().all(-1).tolist() == [True, True, False, True, False], out
 
 
+def check_triton_threefry(device: str) -> None:
+    """Bit for bit as on the CPU: every width and number of bits, indices beyond 32 bits, one key and many."""
+    index = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**40 + 3, 2**63 - 1, -1, *range(1030)], device=device)
+    key = torch.tensor([2**32 - 1, 7], device=device)
+    for keys, at in ((key, index), (torch.stack((key, key + 1, key ^ 5))[:, None], index), (key, index[:0])):
+        for width, keep in ((8, 7), (16, 16), (16, 10), (32, 32), (32, 23), (64, 64), (64, 52)):
+            want = threefry.threefry(keys.cpu(), at.cpu(), width, keep)
+            got = threefry.triton_threefry(keys, at, width, keep)
+            assert got.dtype == want.dtype and torch.equal(got.cpu(), want), (width, keep)
+
+
 def check(device: str, shapes: list[tuple[int, ...]] = SHAPES) -> int:
     """All of the above, in every dtype; how many there were."""
     check_first_update(device)
     check_bad_logits(device)
     for dtype in DTYPES:
         check_several(adamw.triton_adamw_, adamw.triton_adamw_all_, dtype, device)
+    check_triton_threefry(device)
     for shape in shapes:
         for dtype in DTYPES:
             check_triton(shape, dtype, device)
             check_triton_adamw(shape, dtype, device)
             check_triton_scores(shape, dtype, device)
-    return (3 * len(shapes) + 1) * len(DTYPES) + 2
+    return (3 * len(shapes) + 1) * len(DTYPES) + 3

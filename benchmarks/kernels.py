@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every body of `kernels/`, in bfloat16 with float32 inside; AdamW and cross-entropy in float32, too."""
-    from shardlib.kernels import adamw, cross_entropy, rms_norm
+    from shardlib.kernels import adamw, cross_entropy, rms_norm, threefry
 
     for n in WIDTHS:
         layout = rms_norm.blocks(n)
@@ -56,6 +56,10 @@ def cases() -> Iterator[Case]:
         if whole:
             several = f"*i64 *{p} *{p} *fp32 *fp64 *i64"
             yield Case(f"adamw_all_ {p}", adamw.body_all, several, constants, adamw.WARPS)
+    for width, keep, keys in ((32, 23, False), (64, 52, False), (64, 64, True)):
+        kinds = f"*i64 *i64 *{'i64' if width == 64 else 'i32'} i32"
+        constants = dict(KEYS=keys, WIDTH=width, KEEP=keep, BLOCK=threefry.BLOCK)
+        yield Case(f"threefry {width}{' keys' * keys}", threefry.body, kinds, constants, threefry.WARPS)
 
 
 def compiled(case: Case, target: int) -> dict[str, int]:

@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rate = sl.optim.warmup_cosine(args.lr, warmup=args.steps // 10, steps=args.steps, end=args.lr / 10)
     adamw = sl.optim.adamw(rate, b2=0.95, weight_decay=0.1, mask=sl.optim.matrices)
     layout = sl.zero(sl.specs(gpt.GPT), axis="dp", stage=args.zero)
-    train = sl.step(gpt.loss, adamw, layout=layout, accumulate=args.accumulate, clip=1.0)
-    valid = sl.evaluate(gpt.loss, layout=layout)
+    how = sl.precision(args.precision) if args.precision else None  # f16 comes with a scale that follows overflows
+    train = sl.step(gpt.loss, adamw, layout=layout, precision=how, accumulate=args.accumulate, clip=1.0)
+    valid = sl.evaluate(gpt.loss, layout=layout, precision=how)
     predict = sl.shard_map(gpt.logits, in_specs=None, out_specs="batch/dp seq vocab/tp")
     if args.backend != "eager":
         train = sl.jit(train, donate_argnums=0, backend=args.backend)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         saved = sl.latest(checkpoints) if args.resume else None
         state = sl.restore(saved, like=sl.abstract(fresh)) if saved else fresh()
         start = int(state.step)
-        journal.start(start, f"{args.dtype}, ZeRO stage {args.zero}", state.params)
+        journal.start(start, f"{args.precision or args.dtype}, ZeRO stage {args.zero}", state.params)
         for done in range(start + 1, args.steps + 1):
             batch = gpt.Batch(**text.batch_at(data.train, done - 1, seed=args.seed, **shape))
             state, metrics = train(state, sl.shard(batch))
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"bigram      {bigram_loss:.3f} nats/token  {bigram_loss * bpb:.3f} bits/byte\n\nsee {args.out}/loss.png")
         result = dict(val_loss=val_loss, bigram_loss=bigram_loss, val_bpb=val_loss * bpb, bigram_bpb=bigram_loss * bpb)
         result |= dict(tokens_per_s=journal.tokens_per_s, seconds=time.perf_counter() - begun, steps=args.steps)
-        result |= dict(mesh=mesh.name, zero=args.zero, dtype=args.dtype, backend=args.backend)
+        result |= dict(mesh=mesh.name, zero=args.zero, dtype=args.dtype, precision=args.precision, backend=args.backend)
         print(json.dumps(result), flush=True)
 
 
@@ -122,6 +123,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="micro-batches per step")
     add("--steps", type=int, default=250)
     add("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="of weights and activations")
+    add("--precision", choices=("bf16", "f16"), help="compute in 16 bits, with weights in float32")
     add("--backend", default="graph", choices=("graph", "inductor", "eager"))
     add("--out", type=Path, default=Path("runs/gpt"), help="folder for the log, the plot and checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --out")

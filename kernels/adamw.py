@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+VECTOR = 64  # bytes: of the widest vectors that torch computes in
 OPTIONS = "Tensor lr, Tensor count, float b1, float b2, float eps, float decay"
 
 
@@ -26,7 +28,7 @@ def reference(
     v: Tensor,
     lr: Tensor,
     count: Tensor,
-    b1: float,
+    b1: float | Tensor,
     b2: float,
     eps: float,
     decay: float,
@@ -34,6 +36,7 @@ def reference(
     """p, g, m, v of one shape -> (update, m, v) in the dtype of m. The new parameters are `p + update`."""
     t, g = count.to(torch.float64), g.to(m.dtype)
     alpha, fix1, fix2 = (x.to(m.dtype) for x in (lr, 1 - b1**t, 1 - b2**t))
+    b1 = b1.to(m.dtype) if isinstance(b1, Tensor) else b1
     m = b1 * m + (1 - b1) * g
     v = b2 * v + (1 - b2) * g * g
     return -alpha * (m / fix1 / ((v / fix2).sqrt() + eps) + decay * p.to(m.dtype)), m, v
@@ -90,11 +93,26 @@ def _fused(
     eps: float,
     decay: float,
 ) -> None:
-    """torch's own update, one pass in C++, in place; each leaf contiguous and of one dtype, but for its g."""
+    """torch's own update, one pass in C++, in place; each leaf contiguous and of one dtype, but for its g.
+
+    What is left over whole vectors torch rounds in another way. So it gets vectors of its own, filled up with zeros: an
+    element's update does not depend on where in a leaf it lies, and stacked layers train as listed ones, bit for bit.
+    """
     options: dict[str, Any] = dict(lr=lr.item(), beta1=b1, beta2=b2, weight_decay=decay, eps=eps)
-    steps = [count.to(torch.float32)] * len(ps)
-    grads = [g.to(m.dtype).contiguous() for g, m in zip(gs, ms, strict=True)]
-    torch.ops.aten._fused_adamw_(ps, grads, ms, vs, [], steps, amsgrad=False, maximize=False, **options)
+    parts: tuple[list[Tensor], ...] = ([], [], [], [])  # p, g, m, v of each leaf, then of what is left over
+    rest: list[tuple[Tensor, Tensor]] = []
+    for p, g, m, v in zip(ps, gs, ms, vs, strict=True):
+        left = p.numel() % (VECTOR // p.itemsize)
+        for i, x in enumerate((p, g.to(m.dtype).contiguous(), m, v)):
+            flat = x.view(-1)
+            parts[i].append(flat[: flat.numel() - left])
+            if left:
+                parts[i].append(F.pad(flat[-left:], (0, VECTOR // p.itemsize - left)))
+                rest += [(flat[-left:], parts[i][-1][:left])] * (i != 1)
+    steps = [count.to(torch.float32)] * len(parts[0])
+    torch.ops.aten._fused_adamw_(*parts, [], steps, amsgrad=False, maximize=False, **options)
+    for target, new in rest:
+        target.copy_(new)
 
 
 def _shapes(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

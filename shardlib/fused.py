@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         raise SpecError(
             f"rms_norm takes x (..., n) and scale (n), floats with n > 0; found {short(x)} and {short(scale)}"
         )
-    _refuse_nested("rms_norm")
+    refuse_nested("rms_norm")
     return _RmsNorm.apply(x, scale, eps)[0]  # type: ignore[index]
 
 
@@ -50,7 +50,7 @@ def token_scores(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         raise SpecError(f"token_loss takes logits (..., n), floats with n > 0; found {short(logits)} for {short(at)}")
     if at.dtype != torch.int64:
         raise SpecError(f"token_loss takes int64 targets, found {short(at)}")
-    _refuse_nested("token_loss")
+    refuse_nested("token_loss")
     return _TokenScores.apply(logits, at)  # type: ignore[return-value]
 
 
@@ -62,7 +62,7 @@ def adamw(
     *,
     lr: Tensor,
     count: Tensor,
-    b1: float = 0.9,
+    b1: float | Tensor = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -70,9 +70,12 @@ def adamw(
     """One AdamW update of a buffer: (update, new m, new v), in the dtype of m; the new parameters are `p + update`.
 
     p, g, m, v: any one shape; p and g of any float dtypes, m and v float32 or float64. `lr` and `count` (of the updates
-    with this one) are 0-d tensors, whose values a traced step does not keep. Raises `SpecError`.
+    with this one) are 0-d tensors, whose values a traced step does not keep. `b1` may be one, too: then it is made of
+    plain ops. Raises `SpecError`.
     """
     _check_adamw("adamw", p, g, m, v, lr, count)
+    if isinstance(b1, Tensor):
+        return _adamw.reference(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
     return _adamw.adamw(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
 
 
@@ -96,8 +99,14 @@ def adamw_(
     _adamw.adamw_(p, g, m, v, lr, count, b1, b2, eps, weight_decay)
 
 
-def _refuse_nested(name: str) -> None:
-    if [i.key() for i in get_interpreter_stack() or ()].count(TransformType.Jvp) > 1:
+def forward_modes() -> int:
+    """How many forward derivatives are being taken."""
+    return [i.key() for i in get_interpreter_stack() or ()].count(TransformType.Jvp)
+
+
+def refuse_nested(name: str) -> None:
+    """Raise within forward mode within forward mode."""
+    if forward_modes() > 1:
         raise SpecError(f"{name}: torch loses terms of Functions where forward mode is nested; use jacrev for one")
 
 
@@ -121,17 +130,17 @@ def _check_adamw(name: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tens
 # ---- derivatives
 
 
-def _pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Any:
+def pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Any:
     """The forward derivative, as the transpose of the transpose: torch nests `vjp`, not `jvp`."""
     out, pull = torch.func.vjp(f, *primals)  # type: ignore[misc]
     many = isinstance(out, tuple)
     zeros = tuple(torch.zeros_like(y) for y in (out if many else (out,)))
     transpose = torch.func.vjp(lambda *g: pull(g if many else g[0]), *zeros)[1]
-    pushed = transpose(tangents)
-    return pushed if many else pushed[0]
+    out = transpose(tangents)
+    return out if many else out[0]
 
 
-def _or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
 
 
@@ -171,7 +180,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         x, scale = ctx.saved_tensors
-        ty = _pushed(partial(_value, eps=ctx.eps), (x, scale), _or_zeros(tangents, (x, scale)))
+        ty = pushed(partial(_value, eps=ctx.eps), (x, scale), or_zeros(tangents, (x, scale)))
         return ty, None
 
     @staticmethod
@@ -202,7 +211,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         primals = ctx.saved_tensors
-        return _pushed(partial(_pulled, eps=ctx.eps), primals, _or_zeros(tangents, primals))
+        return pushed(partial(_pulled, eps=ctx.eps), primals, or_zeros(tangents, primals))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -232,7 +241,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
         logits, at = ctx.saved_tensors
-        return _pushed(partial(_cross_entropy.reference, at=at), (logits,), (tangent,))
+        return pushed(partial(_cross_entropy.reference, at=at), (logits,), (tangent,))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *operands: Tensor) -> Any:
@@ -259,7 +268,7 @@ class _ScoresGradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         *primals, at = ctx.saved_tensors
-        return _pushed(partial(_scores_pulled, at=at), (*primals,), _or_zeros(tangents, (*primals,)))
+        return pushed(partial(_scores_pulled, at=at), (*primals,), or_zeros(tangents, (*primals,)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *operands: Tensor) -> Any:

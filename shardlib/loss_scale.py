@@ -16,7 +16,7 @@ from shardlib.errors import RankError, SpecError
 from shardlib.norms import not_finite
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
-from shardlib.types import padding_allowed, region
+from shardlib.types import padding_allowed
 
 
 @pytree
@@ -148,21 +148,6 @@ def judged(grads: Any, state: LossScale | None, scaling: Scaling | None) -> tupl
         first = (bad > 0).to(torch.int64).argmax()
         torch.ops.shardlib.refuse_skips(new.row, first, new.scale, scaling.max_skips, tree.paths(grads))
     return finite, new
-
-
-def selected(finite: Tensor | None, new: Any, old: Any) -> Any:
-    """`new` where gradients were finite, else `old`, trees of the same leaves: a skipped step."""
-    if finite is None:
-        return new
-    here = region()
-
-    def one(x: Tensor, y: Tensor) -> Tensor:
-        leaf = here.leaves.get(y)
-        out = torch.where(finite, x, y)
-        return out if leaf is None else settle(out, leaf)
-
-    with padding_allowed():
-        return tree.map_(one, new, old)
 
 
 def scale_metrics(finite: Tensor | None, state: LossScale | None) -> dict[str, Tensor]:

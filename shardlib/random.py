@@ -18,20 +18,14 @@ on (0, 1), `bernoulli`, `randint`. `normal` and `truncated_normal` agree to a fe
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_WORD = 2**32 - 1
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+from shardlib.kernels.threefry import blocks, threefry
 
-# Elements per CPU thread and pass. Measured on one thread of an EPYC with 512 kB of L2, 10M elements: 0.57 s at 8k,
-# 0.38 s at 32k, 0.32 s at 64k, 0.27 s at 128k, 0.79 s unblocked. int32 wraps as the algorithm wants and moves half the
-# bytes of int64; torch has no shifts of uint32.
-_BLOCK = 2**17
-_FEW = 32  # up to here Python integers (8 us per element) beat 130 tensor operations (450 us)
+_WORD = 2**32 - 1
 
 # dtype: (bits drawn, bits kept: the fraction of the significand, `struct` code)
 _FLOATS = {
@@ -40,93 +34,6 @@ _FLOATS = {
     torch.float16: (16, 10, "<e"),
     torch.bfloat16: (8, 7, "<f"),
 }
-
-_Word = TypeVar("_Word", int, Tensor)
-
-
-def _rounds(key: tuple[_Word, _Word], a: _Word, b: _Word, rotate: Callable[[_Word, int], _Word]) -> tuple[_Word, _Word]:
-    """Threefry-2x32-20 of the counter (a, b), on int32 tensors that wrap or on integers, whose high bits are noise."""
-    schedule = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
-    a, b = a + schedule[0], b + schedule[1]
-    for group in range(5):
-        for distance in _ROTATIONS[group % 2]:
-            a += b
-            b = rotate(b, distance)
-            b ^= a
-        a += schedule[(group + 1) % 3]
-        b += schedule[(group + 2) % 3] + (group + 1)
-    return a, b
-
-
-@functools.cache
-def _tensor_rotation() -> Callable[[Tensor, int], Tensor]:
-    # 0-d operands cost half of what Python numbers cost, which torch wraps anew on each call.
-    numbers = torch.arange(32, dtype=torch.int32, device="cpu")
-    shifts, masks = (32 - numbers).unbind(), ((1 << numbers) - 1).unbind()
-
-    def rotate(x: Tensor, distance: int) -> Tensor:
-        high = x >> shifts[distance]  # arithmetic, so the mask must clear the copies of the sign
-        high &= masks[distance]
-        return high.add_(x, alpha=2**distance)  # x << distance, and the bits are disjoint
-
-    return rotate
-
-
-def _blocks(like: Tensor) -> Iterator[slice]:
-    """Slices of the flattened `like`: blocks that fit the cache on a CPU, everything at once elsewhere."""
-    size = _BLOCK * torch.get_num_threads() if like.device.type == "cpu" else max(like.numel(), 1)
-    return (slice(start, start + size) for start in range(0, like.numel(), size))
-
-
-def _threefry(key: Tensor, index: Tensor, width: int, keep: int) -> Tensor:
-    """The real kernel of `shardlib::threefry`: the top `keep` of the `width` bits drawn for each index.
-
-    key (*batch, 2), index (*dims), int64, batch broadcast against dims -> (*dims) int64 if width is 64, else int32.
-    """
-    dtype = torch.int64 if width == 64 else torch.int32
-    if index.numel() <= _FEW and index.device.type == "cpu" and key.dim() == 1:
-        return _threefry_few(key, index, width, keep, dtype)
-    shape = torch.broadcast_shapes(key.shape[:-1], index.shape)
-    index = index.expand(shape).reshape(-1)
-    words = key.to(torch.int32).unbind(-1)
-    if key.dim() > 1:
-        words = tuple(word.expand(shape).reshape(-1) for word in words)
-    out = torch.empty_like(index, dtype=dtype)
-    for block in _blocks(index):
-        k0, k1 = (word[block] if key.dim() > 1 else word for word in words)
-        part = index[block]
-        a, b = _rounds((k0, k1), (part >> 32).to(torch.int32), part.to(torch.int32), _tensor_rotation())
-        x = a.to(dtype) << 32 | b.to(dtype) & _WORD if width == 64 else a ^ b
-        if keep < 8 * dtype.itemsize:
-            x >>= width - keep
-            x &= 2**keep - 1
-        out[block] = x
-    return out.view(shape)
-
-
-def _threefry_few(key: Tensor, index: Tensor, width: int, keep: int, dtype: torch.dtype) -> Tensor:
-    (k0, k1), values = key.tolist(), []
-    for n in index.reshape(-1).tolist():
-        a, b = _rounds((k0, k1), n >> 32, n, lambda x, d: (x & _WORD) << d | (x & _WORD) >> (32 - d))
-        x = (a & _WORD) << 32 | b & _WORD if width == 64 else (a ^ b) & 2**width - 1
-        x >>= width - keep
-        values.append(x - 2**width if x >> (8 * dtype.itemsize - 1) else x)
-    return torch.tensor(values, dtype=dtype, device="cpu").view(index.shape)
-
-
-def _threefry_meta(key: Tensor, index: Tensor, width: int, keep: int) -> Tensor:
-    shape = torch.broadcast_shapes(key.shape[:-1], index.shape)
-    return index.new_empty(shape, dtype=torch.int64 if width == 64 else torch.int32)
-
-
-def _threefry_vmap(info: Any, in_dims: tuple, key: Tensor, index: Tensor, width: int, keep: int) -> tuple[Tensor, int]:
-    key_dim, index_dim = in_dims[:2]
-    index = index.unsqueeze(0) if index_dim is None else index.movedim(index_dim, 0)
-    if key_dim is not None:
-        key = key.movedim(key_dim, 0)
-        key = key.reshape(key.shape[0], *(1,) * (index.dim() + 1 - key.dim()), *key.shape[1:])
-    return torch.ops.shardlib.threefry.default(key, index, width, keep), 0
-
 
 # Giles, "Approximating the erfinv function" (2010), as XLA uses it; highest power first. dtype: rows of
 # (upper end of w, take the square root of w, centre, coefficients), with w = -log(1 - u * u).
@@ -173,7 +80,7 @@ def _erfinv(u: Tensor) -> Tensor:
     """The real kernel of `shardlib::erfinv`: u in [-1, 1] -> erfinv(u), in blocks; 16-bit types by way of float32."""
     flat, out = u.reshape(-1), torch.empty_like(u, memory_format=torch.contiguous_format)
     compute = torch.promote_types(u.dtype, torch.float32)
-    for block in _blocks(u):
+    for block in blocks(u):
         x = flat[block].to(compute)
         w = (x * x).neg_().log1p_().neg_()
         root, factor = w.sqrt(), None
@@ -189,10 +96,6 @@ def _erfinv(u: Tensor) -> Tensor:
 
 
 _OPS = torch.library.Library("shardlib", "FRAGMENT")
-_OPS.define("threefry(Tensor key, Tensor index, int width, int keep) -> Tensor")
-_OPS.impl("threefry", _threefry, "CompositeExplicitAutograd")
-_OPS.impl("threefry", _threefry_meta, "Meta")
-torch.library.register_vmap("shardlib::threefry", _threefry_vmap, lib=_OPS)
 _OPS.define("erfinv(Tensor u) -> Tensor")
 _OPS.impl("erfinv", _erfinv, "CompositeExplicitAutograd")
 _OPS.impl("erfinv", lambda u: torch.empty_like(u, memory_format=torch.contiguous_format), "Meta")
@@ -210,7 +113,7 @@ def _draw(key: Tensor, shape: Sequence[int], index: Tensor | None, width: int, k
         index = index if len(shape) == 1 else index.view(tuple(shape))
     elif index.dtype != torch.int64:
         raise TypeError(f"index holds global flat element indices as int64 (see global_index), got {index.dtype}")
-    return torch.ops.shardlib.threefry.default(key, index, width, keep)
+    return threefry(key, index, width, keep)
 
 
 def _pair(x: Tensor) -> Tensor:
@@ -342,6 +245,20 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int], *, index: Te
     """
     dtype = p.dtype if isinstance(p, Tensor) else torch.float32
     return uniform(key, shape, dtype, index=index) < (p if isinstance(p, Tensor) else _round(p, dtype))
+
+
+def stochastic_round(key: Tensor, x: Tensor, *, index: Tensor | None = None) -> Tensor:
+    """x in bfloat16, rounded up or down at random, so that its mean is x: key (2,), x float32 -> bfloat16 like x.
+
+    Away from zero with probability (the 16 bits that bfloat16 lacks) / 2**16: what is a bfloat16 stays, as do
+    infinities and NaN. float64 is rounded to float32 first. index: of the elements, like x (see `bits`); by default x
+    is a whole array. TypeError for another dtype.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"stochastic_round rounds float32 to bfloat16, got {x.dtype}")
+    wide = x.to(torch.float32)
+    rounded = (wide.view(torch.int32) + _draw(key, x.shape, index, 16, 16) & -(2**16)).view(torch.float32)
+    return torch.where(wide.isfinite(), rounded, wide).to(torch.bfloat16)
 
 
 def _unsigned_mod(x: Tensor, span: int, width: int) -> Tensor:

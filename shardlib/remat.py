@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # what has a gradient
 
 from shardlib import tree
+from shardlib.fused import forward_modes, or_zeros, pushed, refuse_nested
 from shardlib.insert import hiding, reentered
 from shardlib.phases import noted, phase
 from shardlib.policy import Policy, chosen, refuse_missing
@@ -27,13 +28,27 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.f, ctx.floats = inputs[0], _floats(output)
+        ctx.f, ctx.floats, ctx.count = inputs[0], _floats(output), len(output)
         ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
         ctx.mark_non_differentiable(*(y for i, y in enumerate(output) if i not in ctx.floats))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return None, *_pulled(ctx, ctx.f, cotangents, len(ctx.saved_tensors))
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        xs = ctx.saved_tensors
+        at = _floats(xs)
+
+        def of_floats(*floats: Tensor) -> tuple[Tensor, ...]:
+            out = ctx.f(*_put(xs, at, floats))
+            return tuple(out[i] for i in ctx.floats)
+
+        primals = tuple(xs[i] for i in at)
+        along = or_zeros([tangents[i] for i in at], primals)
+        return tuple(_put([None] * ctx.count, ctx.floats, pushed(of_floats, primals, along)))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], f: Callable[..., Any], *xs: Tensor) -> tuple[Any, Any]:
@@ -174,7 +189,8 @@ def remat(f: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., An
     which may hold `"dots"`, too); `"everything"`, which leaves `f` as it is.
 
     Arguments and results are trees; what is no tensor passes through. Everything that needs a gradient must be an
-    argument: a captured value that is being differentiated (or mapped by vmap) is an error. As `jax.checkpoint`.
+    argument: a captured value that is being differentiated (or mapped by vmap) is an error. As `jax.checkpoint`. In
+    forward mode (`torch.func.jvp`), which keeps nothing, all policies are one; it does not nest: an error, too.
     Raises `SpecError`, too, for an unknown policy, and for a name that no `save_name` gives in `f`.
     """
     if policy == "everything":
@@ -194,9 +210,11 @@ def remat(f: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., An
             kept[:] = [structure, [None if isinstance(y, Tensor) else y for y in out]]
             return distinct([y for y in out if isinstance(y, Tensor)], xs)
 
+        refuse_nested(f"remat of {name}")
         with _plain():
             tensors = [flat[i] for i in at]
-            diff = [i for i in _floats(tensors) if wanted and _differentiated(tensors[i])]
+            keeps = wanted and not forward_modes()
+            diff = [i for i in _floats(tensors) if keeps and _differentiated(tensors[i])]
             if diff:
                 record = Record(wanted)
                 made: Any = _Keeping.apply(

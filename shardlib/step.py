@@ -12,10 +12,10 @@ from shardlib import random, tree
 from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves, summed
 from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
-from shardlib.loss_scale import judged, scale_metrics, scaled, selected, unscaled
+from shardlib.loss_scale import judged, scale_metrics, scaled, unscaled
 from shardlib.mean import Mean, divide, whole
 from shardlib.norms import global_norm, scaled_to
-from shardlib.optim.base import Optimizer, apply_updates, learning_rate
+from shardlib.optim.base import Optimizer, apply_updates, learning_rate, selected
 from shardlib.parts import once, part_of
 from shardlib.phases import phase
 from shardlib.precision import Precision, checked

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
+from shardlib.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Net:
 
     Batches are split over `dp` (an axis or a group), with `cp` sequences over `cp`, hidden sizes and heads over `tp`.
     `seq_parallel`: between blocks activations are split over tp too, along the sequence. `split_vocab`: embedding and
-    logits are split over tp. `second_term`: the loss adds a mean over activations to the one over tokens.
+    logits are split over tp. `second_term`: the loss adds a mean over activations to the one over tokens. `remat`: the
+    policy for a block, or None. `dropout`: of the embeddings and of what a block adds, where the loss gets a key.
     """
 
     layers: int = 1
@@ -26,7 +28,8 @@ class Net:
     tied: bool = True
     seq_parallel: bool = False
     split_vocab: bool = False
-    remat: bool = False
+    remat: Policy | None = None
+    dropout: float = 0.0
     cp: bool = False
     second_term: bool = False
     vocab: int = 7
@@ -97,7 +100,7 @@ class Net:
 
     # ---- with patterns, on any mesh
 
-    def loss(self, p: dict[str, Any], batch: dict[str, Tensor]) -> sl.Mean:
+    def loss(self, p: dict[str, Any], batch: dict[str, Tensor], key: Tensor | None = None) -> sl.Mean:
         """The per-device loss."""
         every = (*self.data, "tp") if self.seq_parallel else self.data
         embed, head = (
@@ -110,21 +113,29 @@ class Net:
             x = self._summed(x)
         else:
             x = F.embedding(batch["tokens"], embed)
+        keys = self._keys(key)
 
-        def block(w: dict[str, Tensor], x: Tensor) -> Tensor:
+        def dropped(x: Tensor, key: Tensor | None) -> Tensor:
+            return sl.dropout(f"batch/dp {between} model", x, key, self.dropout)
+
+        def block(w: dict[str, Tensor], key: Tensor | None, x: Tensor) -> Tensor:
             scale, b_out = sl.gather((w["scale"], w["b_out"]), every)
             w = sl.gather(w, self.data)
             h = F.rms_norm(x, (self.model,)) * scale
             if self.seq_parallel:
                 h = sl.all_gather(f"batch/dp {between} model -> batch/dp {s} model", h)
-            return x + self._summed(self._attend(w, h) if self.attention else self._widen(w, h)) + b_out
+            h = self._summed(self._attend(w, h) if self.attention else self._widen(w, h))
+            return x + dropped(sl.save_name(h, "mixed") + b_out, key)
 
-        block = sl.remat(block) if self.remat else block
+        block = block if self.remat is None else sl.remat(block, self.remat)
+        x = dropped(x, None if keys is None else keys[-1])
         if self.listed:
-            for w in p["blocks"]:
-                x = block(w, x)
+            for i, w in enumerate(p["blocks"]):
+                x = block(w, None if keys is None else keys[i], x)
+        elif keys is None:
+            x, _ = sl.scan(lambda x, w: (block(w, None, x), None), x, p["blocks"])
         else:
-            x, _ = sl.scan(lambda x, w: (block(w, x), None), x, p["blocks"])
+            x, _ = sl.scan(lambda x, each: (block(*each, x), None), x, (p["blocks"], keys[:-1]))
         mean = sl.Mean.of(f"batch/dp {between} model", x * x) if self.second_term else 0
         vocab = "vocab/tp" if self.split_vocab else "vocab"
         if self.split_vocab and self.seq_parallel:
@@ -134,6 +145,10 @@ class Net:
         pattern = f"batch/dp {tokens} {vocab}, batch/dp {tokens}"
         nll = sl.token_loss(pattern, logits, batch["targets"], weight=batch.get("weight"))
         return nll + 0.1 * mean
+
+    def _keys(self, key: Tensor | None) -> Tensor | None:
+        """A key for each layer, and one for the embeddings; None where nothing is dropped."""
+        return sl.random.split(key, self.layers + 1) if key is not None and self.dropout else None
 
     def _summed(self, x: Tensor) -> Tensor:
         s = self._seq
@@ -162,9 +177,16 @@ class Net:
 
     # ---- in one process
 
-    def plain(self, p: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def plain(self, p: dict[str, Any], batch: dict[str, Tensor], key: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The loss of the whole batch, and the weight of its tokens."""
-        x = p["embed"][batch["tokens"]]
+        keys = self._keys(key)
+
+        def dropped(x: Tensor, number: int) -> Tensor:
+            if keys is None:
+                return x
+            return torch.where(sl.random.bernoulli(keys[number], 1 - self.dropout, x.shape), x / (1 - self.dropout), 0)
+
+        x = dropped(p["embed"][batch["tokens"]], -1)
         for i in range(self.layers):
             w = p["blocks"][i] if self.listed else {k: v[i] for k, v in p["blocks"].items()}
             h = F.rms_norm(x, (self.model,)) * w["scale"]
@@ -175,7 +197,7 @@ class Net:
                 o = torch.einsum("bhsd,hdm->bsm", mixed @ v, w["w_out"])
             else:
                 o = torch.tanh(h @ w["w_in"] + w["b_in"]) @ w["w_out"]
-            x = x + o + w["b_out"]
+            x = x + dropped(o + w["b_out"], i)
         logits = x @ p["embed" if self.tied else "head"].mT * p["temperature"]
         targets = batch["targets"]
         nll = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

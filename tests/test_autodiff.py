@@ -29,7 +29,7 @@ def on(body: Callable[..., Any], *args: tuple[Any, Any], out: Any = "...", mesh:
         return sl.gather(sl.shard_map(body, in_specs=None, out_specs=out)(*given))
 
 
-def close(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -50,11 +50,11 @@ def test_gradients_of_trees_and_arguments() -> None:
 
     value, same, first, both, second = on(body, (p, "..."), (X, "b/dp d"), (q, "..."))
     wanted = torch.func.grad(plain, argnums=(0, 2))(p, X, q)
-    close(value, plain(p, X, q))
-    close(same, value)
-    close(first, wanted[0])
-    close(tuple(both), wanted)
-    close(second, wanted[1])
+    assert_close(value, plain(p, X, q))
+    assert_close(same, value)
+    assert_close(first, wanted[0])
+    assert_close(tuple(both), wanted)
+    assert_close(second, wanted[1])
 
 
 def test_auxiliary_results() -> None:
@@ -71,9 +71,9 @@ def test_auxiliary_results() -> None:
         return value, aux.metrics["top"], aux.metrics["mean"].value, aux.extra, g
 
     value, top, mean, extra, g = on(body, (W, "d e"), (X, "b/dp d"))
-    close(value, (X @ W * 2).mean())
-    close((top, mean), ((X @ W * 2).amax(), 2 * value))
-    close(g, torch.func.grad(lambda w: (X @ w * 2).mean())(W))
+    assert_close(value, (X @ W * 2).mean())
+    assert_close((top, mean), ((X @ W * 2).amax(), 2 * value))
+    assert_close(g, torch.func.grad(lambda w: (X @ w * 2).mean())(W))
     assert extra["count"] == 4
 
 
@@ -148,7 +148,7 @@ def test_higher_orders(name: str, rematted: bool) -> None:
     def body(x: Tensor, w: Tensor, v: Tensor) -> Any:
         return orders(sl.remat(f) if rematted else f, x, w, v)
 
-    close(on(body, (X, "b/dp d"), (W, "d e"), (V, "e d")), orders(lambda *a: plain_net(name, *a), X, W, V))
+    assert_close(on(body, (X, "b/dp d"), (W, "d e"), (V, "e d")), orders(lambda *a: plain_net(name, *a), X, W, V))
 
 
 def test_hessian_and_jacobian() -> None:
@@ -161,8 +161,8 @@ def test_hessian_and_jacobian() -> None:
         return hessian, jacrev(lambda w: sl.all_gather("b/dp e -> b e", (x @ w).tanh(), invariant=True))(w)
 
     hessian, jacobian = on(body, (X, "b/dp d"), (W, "d e"), (V, "e d"))
-    close(hessian, jacrev(jacrev(lambda v: plain_net("rows", X, W, v)))(V))
-    close(jacobian, jacrev(lambda w: (X @ w).tanh())(W))
+    assert_close(hessian, jacrev(jacrev(lambda v: plain_net("rows", X, W, v)))(V))
+    assert_close(jacobian, jacrev(lambda w: (X @ w).tanh())(W))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
@@ -178,8 +178,8 @@ def test_forward_mode_under_jit() -> None:
     with sl.make_mesh(dp=2, tp=1, simulate=True):
         args = sl.shard(X, "b/dp d"), sl.shard(W, "d e"), sl.shard(V, "e d")
         value, tangent, hessian = sl.gather(sl.jit(sl.shard_map(body, in_specs=None, out_specs="..."))(*args))
-    close((value, tangent), torch.func.jvp(lambda w: plain_net("rows", X, w, V), (W,), (W,)))
-    close(hessian, torch.func.hessian(lambda v: plain_net("rows", X, W, v))(V))
+    assert_close((value, tangent), torch.func.jvp(lambda w: plain_net("rows", X, w, V), (W,), (W,)))
+    assert_close(hessian, torch.func.hessian(lambda v: plain_net("rows", X, W, v))(V))
 
 
 def test_column_then_row_split_network() -> None:
@@ -199,7 +199,7 @@ def test_column_then_row_split_network() -> None:
     specs = ("b d", "d e/tp", "e/tp d")
     plain = torch.func.grad(lambda x, w, v: net2(net2(x, w, v), w, v).square().sum(), (0, 1, 2))(X, w, v)
     for found in on(body, *zip((X, w, v), specs, strict=True), out=[specs, specs], mesh=dict(tp=2)):
-        close(tuple(found), plain)
+        assert_close(tuple(found), plain)
 
 
 def net2(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ def test_scan() -> None:
         c = (c @ w).tanh()
         sums.append([part.sum() for part in c.chunk(2)])
         per_rank.append(c)
-    close(last, c)
-    close(ys["sum"], torch.tensor(sums).T.flatten().double())
+    assert_close(last, c)
+    assert_close(ys["sum"], torch.tensor(sums).T.flatten().double())
     assert counted == 4
 
     def plain(ws: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_scan() -> None:
             total = total + x.sum()
         return total
 
-    close(g["w"], torch.func.grad(plain)(ws))
+    assert_close(g["w"], torch.func.grad(plain)(ws))
 
 
 def test_scan_over_split_leaves_gathers_each() -> None:
@@ -258,7 +258,7 @@ def test_scan_over_split_leaves_gathers_each() -> None:
 
     ws = draw(2, 3, 3)
     found = on(body, (X, "b/dp d"), (ws, "layers d e/dp"), out="layers d e/dp")
-    close(found, torch.func.grad(lambda ws: ((X @ ws[0]).tanh() @ ws[1]).tanh().sum())(ws))
+    assert_close(found, torch.func.grad(lambda ws: ((X @ ws[0]).tanh() @ ws[1]).tanh().sum())(ws))
 
 
 # ---- errors

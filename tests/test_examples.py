@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hessian
 import hybrid_sharding
 import lora
 import pipeline_3d
@@ -75,6 +76,17 @@ def test_pipeline_3d_under_a_launcher() -> None:
     assert done.returncode == 0, done.stderr
     begin, end = re.findall(r"dp=2,tp=1,pp=2: loss (\S+) -> (\S+)", done.stdout)[0]
     assert float(end) < float(begin)
+
+
+# ---- derivatives of second order
+
+
+def test_the_top_eigenvalue_is_that_of_one_rank() -> None:
+    meshes = (sl.make_mesh(dp=dp, tp=tp, simulate=True) for dp, tp in ((2, 2), (1, 1)))
+    (found, turned, v), (wanted, _, want) = (hessian.top(mesh, 8) for mesh in meshes)
+    assert found == pytest.approx(wanted, rel=1e-9) and found > 0 and turned < 1e-2
+    for x, y in zip(tree.leaves(v), tree.leaves(want), strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-9)
 
 
 # ---- layouts for nodes of GPUs

@@ -31,6 +31,7 @@ from benchmarks.kernel_checks import (
     check_triton,
     check_triton_adamw,
     check_triton_scores,
+    check_triton_threefry,
     in_float64,
     operands,
     scored,
@@ -54,6 +55,21 @@ def test_cpu_op_equals_reference_and_float64(shape, dtype):
     for got, exact in zip((y, dx, dscale), in_float64(dy, x, scale), strict=True):
         assert got.dtype == dtype
         assert_rounded_once(got, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_adamw_is_the_same_wherever_an_element_lies(dtype):
+    """In leaves of any length, at any place in them, written in place or not."""
+    *operands, rate, count, b1, b2, eps, decay = buffers((100,), dtype)
+    for op in (adamw.adamw, adamw.adamw_):
+        whole = [x.clone() for x in operands]
+        update = op(*whole, rate, count, b1, b2, eps, decay)
+        for n in range(1, 36):
+            for at in (0, 3, 64 - n):
+                part = [x[at : at + n].clone() for x in operands]
+                found = op(*part, rate, count, b1, b2, eps, decay)
+                for x, y in zip(found or part, update or whole, strict=True):
+                    assert torch.equal(x, y[at : at + n]), (n, at)
 
 
 SCORES = cross_entropy.token_scores, cross_entropy.token_scores_backward, cross_entropy.token_scores_backward_
@@ -184,9 +200,10 @@ def test_triton_on_a_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
-def test_first_update_and_bad_logits_on_a_gpu():
+def test_first_update_bad_logits_and_randomness_on_a_gpu():
     check_first_update("cuda")
     check_bad_logits("cuda")
+    check_triton_threefry("cuda")
 
 
 @needs_triton
@@ -202,7 +219,7 @@ def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
     }
     assert {r["kernel"].split()[0] for r in rows} == {
         *("rms_norm", "rms_norm_backward", "adamw", "adamw_", "adamw_all_"),
-        *("token_scores", "token_scores_backward"),
+        *("token_scores", "token_scores_backward", "threefry"),
     }
     assert not [r for r in rows if r["spilled"] or not 0 < r["registers"] <= 255]
 

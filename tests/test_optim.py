@@ -96,11 +96,6 @@ def test_the_first_update_uses_the_rate_of_count_zero():
 OURS = [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9, nesterov=True), optim.adamw(0.1, weight_decay=0.1)]
 
 
-@pytest.mark.parametrize("ours", OURS)
-def test_the_contract_of_optimizers(ours):
-    sl.testing.check_optimizer(ours)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("ours", OURS)
 def test_state_keeps_its_dtypes(ours, dtype):

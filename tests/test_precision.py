@@ -91,6 +91,36 @@ def test_parameters_at_rest_and_masters() -> None:
         assert sl.gather(state.params)["w"].tolist() == [1 - 2.0**-8] * 3  # 1 - 2^-12 alone would be 1 in bf16
 
 
+@pytest.mark.parametrize("params", [BF16, F16])
+@pytest.mark.parametrize("make", [sl.optim.adamw, lambda lr: sl.optim.skip_nonfinite(sl.optim.lion(lr))])
+def test_c23_16_bits_are_exported_in_float32(params: torch.dtype, make: Any, tmp_path: Any) -> None:
+    """The masters of what is trained, what is frozen cast, integers and float64 as they are; tied leaves stay one."""
+    tied = sl.make_mesh(dp=2, simulate=True)
+    with tied:
+        w = sl.shard(torch.linspace(1, 2, 5), "n/dp")
+        rest = {
+            "frozen": (torch.tensor([1.5]), "m"),
+            "at": (torch.tensor([4097]), "k"),
+            "wide": (torch.ones(1).double(), "j"),
+        }
+        leaves = {"w": w, "again": w} | {
+            k: sl.shard(x.to(params) if k == "frozen" else x, s) for k, (x, s) in rest.items()
+        }
+        step = sl.step(linear, make(2.0**-12), precision=sl.precision("bf16", params=params), trainable=["w", "again"])
+        state = step.init(leaves)
+        for _ in range(3):
+            state, _ = step(state, {"x": sl.shard(torch.ones(4), "batch/dp")})
+        whole = sl.optim.float32(state)
+        again = sl.restore(sl.save(tmp_path, whole, step=3), like=whole)
+        for found in (sl.gather(whole), sl.gather(again)):
+            assert {k: x.dtype for k, x in found.items()} == dict.fromkeys(("w", "again", "frozen"), F32) | dict(
+                at=torch.int64, wide=F64
+            )
+            assert found["at"].item() == 4097 and torch.equal(found["w"], found["again"])
+            assert torch.equal(found["w"].to(params), sl.gather(state.params)["w"])
+            assert not torch.equal(found["w"], found["w"].to(params).to(F32))
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_names_of_dtypes(name: str) -> None:
     seen: list[torch.dtype] = []
@@ -213,14 +243,14 @@ def test_c21_large_gradients(stage: int, reduce: str, wanted: float) -> None:
 
 
 def test_c22_gradients_add_up_in_float32() -> None:
-    """A first gradient of 1, then 64 of 2^-8: 1.25 (1 in bf16). Weights add up to 128, the rate undoes them."""
-    step = sl.step(linear, sl.optim.sgd(128.0), accumulate=66, precision=sl.precision("bf16"))
-    x, weight = torch.full((66,), 2.0**-8), torch.ones(66)
-    x[0], x[-1], weight[-1] = 1, 0, 63
+    """A first gradient of 1, then 256 of 2^-8: 2 (1 in bf16). Weights add up to 512, the rate undoes them."""
+    step = sl.jit(sl.step(linear, sl.optim.sgd(512.0), accumulate=258, precision=sl.precision("bf16")))
+    x, weight = torch.full((258,), 2.0**-8), torch.ones(258)
+    x[0], x[-1], weight[-1] = 1, 0, 255
     with mesh(dp=1):
         batch = {"x": sl.shard(x, "batch/dp"), "weight": sl.shard(weight, "batch/dp")}
         state, _ = step(step.init({"w": sl.shard(torch.zeros(()), "")}), batch)
-        assert state.params["w"].item() == -1.25
+        assert state.params["w"].item() == -2
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16", "f64"])

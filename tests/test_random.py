@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlib import random
+from shardlib.kernels import threefry
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "threefry.json").read_text())
 FLOATS = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -182,14 +183,14 @@ def test_global_index_values() -> None:
 
 def test_blocked_kernel_equals_small_calls() -> None:
     """Several cache blocks, the last one ragged, against calls of one element."""
-    n = random._BLOCK * torch.get_num_threads() * 2 + 77
+    n = threefry._BLOCK * torch.get_num_threads() * 2 + 77
     for dtype in (torch.float32, torch.float64):
         whole = random.normal(KEY, (n,), dtype)
         for at in (0, 1, n // 2 - 40, n // 2, n - 78, n - 77, n - 1):
             assert torch.equal(random.normal(KEY, (n,), dtype, index=torch.tensor([at])), whole[at : at + 1])
 
 
-@pytest.mark.parametrize("count", [random._FEW, random._FEW + 1])
+@pytest.mark.parametrize("count", [threefry._FEW, threefry._FEW + 1])
 @pytest.mark.parametrize("fn", DRAWS)
 def test_few_and_many_elements_agree(fn: str, count: int) -> None:
     assert torch.equal(DRAWS[fn](KEY, (count,)), DRAWS[fn](KEY, (200,))[:count])
@@ -395,6 +396,23 @@ def test_randint_equals_integer_arithmetic(lo: int, hi: int, narrow: bool, n: in
 def test_errors_say_what_is_wrong(call: Callable, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_stochastic_rounding() -> None:
+    """Neighbours only, right in the mean, by the index alone; what is a bfloat16, or no number, stays."""
+    x = torch.tensor([1.0, -1.0, 1e-30, 3e38, 0.1]).repeat_interleave(20_000) * 1.0009
+    found = random.stochastic_round(KEY, x)
+    low = (x.view(torch.int32) & -(2**16)).view(torch.float32)
+    high = (low.view(torch.int32) + 2**16).view(torch.float32)
+    assert found.dtype == torch.bfloat16 and bool(((found == low) | (found == high)).all())
+    off = (found.double() - x.double()).view(5, -1).mean(1).abs()
+    assert bool((off < 4 * (high.double() - low.double()).abs().view(5, -1)[:, 0] / 20_000**0.5).all())
+    assert torch.equal(random.stochastic_round(KEY, x[7:11], index=torch.arange(7, 11)), found[7:11])
+    stays = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf, -math.inf, math.nan])
+    assert torch.equal(random.stochastic_round(KEY, stays).float().view(torch.int32)[:6], stays.view(torch.int32)[:6])
+    assert random.stochastic_round(KEY, stays)[6].isnan()
+    with pytest.raises(TypeError, match=r"rounds float32 to bfloat16, got torch\.int64"):
+        random.stochastic_round(KEY, KEY)
 
 
 @pytest.mark.gpu

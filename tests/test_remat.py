@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
@@ -32,11 +32,11 @@ def on(body: Callable[..., Any], *args: tuple[Any, Any], out: Any = "...", mesh:
         return sl.gather(sl.shard_map(body, in_specs=None, out_specs=out)(*given))
 
 
-def close(found: Any, wanted: Any) -> None:
+def assert_close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def same(found: Any, wanted: Any) -> None:
+def assert_same(found: Any, wanted: Any) -> None:
     """Bit for bit."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
@@ -68,7 +68,7 @@ def test_remat_runs_again_collectives_included() -> None:
 
     w = draw(3, 4)
     found = on(body, (w, "d e/dp"), (X, "b/dp d"), out="d e/dp")
-    close(found, torch.func.grad(lambda w: (X @ w).tanh().square().sum())(w))
+    assert_close(found, torch.func.grad(lambda w: (X @ w).tanh().square().sum())(w))
 
 
 def test_remat_takes_and_gives_trees() -> None:
@@ -89,7 +89,7 @@ def test_remat_takes_and_gives_trees() -> None:
         return out
 
     a, b = on(body, (W, "d e"), (X, "b/dp d"))
-    close(a, b)
+    assert_close(a, b)
 
 
 def test_remat_without_derivatives_and_mapped() -> None:
@@ -105,9 +105,9 @@ def test_remat_without_derivatives_and_mapped() -> None:
 
     specs = ("b/dp e", "b/dp e", "b/dp d e", "d e")
     plain, mapped, rows, outer = on(body, (W, "d e"), (X, "b/dp d"), out=specs)
-    close((plain, mapped), (f(X, W), f(X, W)))
+    assert_close((plain, mapped), (f(X, W), f(X, W)))
     wanted = vmap(torch.func.grad(lambda w, r: f(r, w).sum()), in_dims=(None, 0))(W, X)
-    close((rows, outer), (wanted, wanted.sum(0)))
+    assert_close((rows, outer), (wanted, wanted.sum(0)))
 
 
 CLOSURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -135,7 +135,7 @@ def test_remat_may_capture_constants() -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         return grad(lambda w: sl.psum(sl.remat(lambda w: x @ w * w.shape[0])(w).square().sum(), "dp"))(w)
 
-    close(on(body, (W, "d e"), (X, "b/dp d")), torch.func.grad(lambda w: (X @ w * 3).square().sum())(W))
+    assert_close(on(body, (W, "d e"), (X, "b/dp d")), torch.func.grad(lambda w: (X @ w * 3).square().sum())(W))
 
 
 # ---- policies
@@ -187,10 +187,40 @@ def test_every_policy_under_every_transform() -> None:
         f = sl.shard_map(body, in_specs=("d e/dp", "e d", "b/dp d"), out_specs=[SPECS] * len(wraps))
         args = sl.shard(draw(3, 4), "d e/dp"), sl.shard(draw(4, 3), "e d"), sl.shard(X, "b/dp d")
         plain, *found = sl.gather(f(*args))
-    close(found[0]["second"], plain["second"])
+    assert_close(found[0]["second"], plain["second"])
     for one in found:
-        same({**one, "second": None}, {**plain, "second": None})
-        close(one["second"], found[0]["second"])
+        assert_same({**one, "second": None}, {**plain, "second": None})
+        assert_close(one["second"], found[0]["second"])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
+def test_forward_mode() -> None:
+    """Under every policy; over, and under, a gradient; nested it is refused."""
+    wraps: list[Callable[..., Any]] = [lambda f, p=p: sl.remat(f, p) for p in POLICIES]
+    wraps += [lambda f: sl.remat(sl.remat(f), ("act",))]
+
+    def orders(f: Callable[..., Tensor], w: Tensor, v: Tensor, x: Tensor) -> Any:
+        def loss(v: Tensor) -> Tensor:
+            return sl.psum(f(w, v, x).square().sum(), "dp")
+
+        def slope(v: Tensor) -> Tensor:
+            return jvp(loss, (v,), (v.sin(),))[1]  # type: ignore[misc]
+
+        return slope(v), grad(slope)(v), jvp(grad(loss), (v,), (v.sin(),))[1], hessian(loss)(v)  # type: ignore[misc]
+
+    def body(w: Tensor, v: Tensor, x: Tensor) -> Any:
+        return [orders(wrap(layer), w, v, x) for wrap in (lambda f: f, *wraps)]
+
+    def nested(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return jvp(lambda v: jvp(lambda v: sl.remat(layer)(w, v, x), (v,), (v,))[1], (v,), (v,))[1]  # type: ignore[misc]
+
+    with sl.make_mesh(dp=2, tp=1, simulate=True):
+        args = sl.shard(draw(3, 4), "d e/dp"), sl.shard(draw(4, 3), "e d"), sl.shard(X, "b/dp d")
+        plain, *found = sl.gather(sl.jit(sl.shard_map(body, in_specs=None, out_specs="..."))(*args))
+        with pytest.raises(sl.SpecError, match="remat of layer: torch loses terms of Functions where forward mode is"):
+            sl.jit(sl.shard_map(nested, in_specs=None, out_specs="b/dp d"))(*args)
+    for one in found:
+        assert_close(one, plain)
 
 
 COUNTS = {  # mm, tanh, sin, all_gather of one layer forward and backward; mm, tanh, sin of a second derivative
@@ -293,7 +323,7 @@ def test_steps_under_policies(scanned: bool) -> None:
         (plain, program), *others = [trained(p, scanned) for p in policies]
     (products, attention, sums), most = counted(program), program.memory().total
     for found, _ in others:
-        same(found, plain)
+        assert_same(found, plain)
     assert [counted(p) for _, p in others] == [
         (products + 4, attention + 2, sums + 2),
         (products, attention, sums + 2),
@@ -311,7 +341,7 @@ def test_on_processes() -> None:
     with sl.make_mesh(dp=2, tp=1, simulate=True):
         wanted = [trained("everything", scanned)[0] for scanned in (True, False)]
     for found in on_ranks(2, body):
-        close(found, wanted)
+        assert_close(found, wanted)
 
 
 # ---- errors

@@ -110,6 +110,13 @@ def test_bfloat16(whole, tmp_path):
     assert torch.isfinite(torch.tensor(losses(tmp_path))).all()
 
 
+@pytest.mark.parametrize("compute", ["bf16", "f16"])
+def test_precision(whole, tmp_path, compute):
+    result = train(tmp_path, "--precision", compute, "--mesh", "dp=2,tp=1", "--simulate")
+    assert result["precision"] == compute
+    assert losses(tmp_path) == pytest.approx(losses(whole[0]), abs=0.02) != losses(whole[0])
+
+
 def test_every_way_to_run_gives_one_curve():
     command = [sys.executable, "-m", "benchmarks.equivalence", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

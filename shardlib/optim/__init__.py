@@ -1,14 +1,16 @@
 """Optimizers: pure pairs `(init, update)` in optax's form, correct under any layout. docs/optimizers.md shows them.
 
-adamw, adam, sgd, lion, lamb, adafactor, muon; made of others: chain, by_path, masked, accumulate, skip_nonfinite; in a
+adamw, adam, sgd, lion, lamb, adafactor, muon; made of others: chain, by_path, masked, accumulate, skip_nonfinite,
+stochastic_rounding; in a
 chain: clip_by_global_norm, add_decayed_weights, weight_ema (`get` reads the average); the mask matrices. Schedules:
 constant, polynomial, exponential, cosine, piecewise, join, warmup, warmup_decay, warmup_cosine, warmup_stable_decay,
-one_cycle, lr_range_test.
+one_cycle, lr_range_test; for momentum one_cycle_momentum. `float32`: parameters of 16 bits as their masters.
 """
 
 from shardlib.optim.adafactor import adafactor as adafactor
 from shardlib.optim.adam import adam as adam
 from shardlib.optim.adamw import adamw as adamw
+from shardlib.optim.average import float32 as float32
 from shardlib.optim.average import get as get
 from shardlib.optim.average import weight_ema as weight_ema
 from shardlib.optim.base import Optimizer as Optimizer
@@ -26,6 +28,7 @@ from shardlib.optim.schedules import exponential as exponential
 from shardlib.optim.schedules import join as join
 from shardlib.optim.schedules import lr_range_test as lr_range_test
 from shardlib.optim.schedules import one_cycle as one_cycle
+from shardlib.optim.schedules import one_cycle_momentum as one_cycle_momentum
 from shardlib.optim.schedules import piecewise as piecewise
 from shardlib.optim.schedules import polynomial as polynomial
 from shardlib.optim.schedules import warmup as warmup
@@ -37,3 +40,4 @@ from shardlib.optim.transforms import add_decayed_weights as add_decayed_weights
 from shardlib.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from shardlib.optim.wrap import accumulate as accumulate
 from shardlib.optim.wrap import skip_nonfinite as skip_nonfinite
+from shardlib.optim.wrap import stochastic_rounding as stochastic_rounding

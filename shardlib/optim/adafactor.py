@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlib import layout, tree
-from shardlib.optim.base import Optimizer, chosen, counter, in_full, masters, rounded, wide, zeros32
+from shardlib.optim.base import Optimizer, chosen, counter, in_full, leaves_of, masters, rounded, wide, zeros32
 from shardlib.optim.layers import inner, mean, rms
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.sharding import leaf_of, settle
@@ -105,10 +105,9 @@ def adafactor(
                 u = made["mu"][-1]
             return -(u + weight_decay_rate * p if decays and weight_decay_rate else u)
 
-        flat, treedef = tree.flatten(params)
         each = (tree.leaves(t) for t in (own, grads, chosen(mask, params)))
-        leaves = [leaf_of(p, f"adafactor: `{path}`") for p, path in zip(flat, tree.paths(params), strict=True)]
-        updates = tree.unflatten(treedef, map(one, *each, leaves, _cuts(params, min_dim_size_to_factor)))
+        updates = map(one, *each, leaves_of(params, "adafactor"), _cuts(params, min_dim_size_to_factor))
+        updates = tree.unflatten(tree.flatten(params)[1], updates)
         updates, master = rounded(params, own, updates)
         new = {name: tree.unflatten(tree.flatten(getattr(state, name))[1], xs) for name, xs in made.items()}
         return updates, AdafactorState(count=count, **new, master=master, lr=step)
@@ -119,12 +118,11 @@ def adafactor(
 def _cuts(params: Any, least: int) -> list[tuple[int, int] | None]:
     """For each leaf its largest dimension and the next, among equals the later first; None where it is not factored."""
 
-    def one(path: str, p: Tensor) -> tuple[int, int] | None:
-        leaf = leaf_of(p, f"adafactor: `{path}`")
+    def one(leaf: Leaf) -> tuple[int, int] | None:
         dims = sorted(inner(leaf), key=lambda i: leaf.shape[i])
         return (dims[-1], dims[-2]) if len(dims) > 1 and leaf.shape[dims[-2]] >= least else None
 
-    return list(map(one, tree.paths(params), tree.leaves(params)))
+    return list(map(one, leaves_of(params, "adafactor")))
 
 
 def _zeros(p: Tensor, dim: int, _: int) -> Tensor:

@@ -3,14 +3,14 @@
 from typing import Any
 
 from shardlib import tree
-from shardlib.optim.adamw import AdamWState, adamw
+from shardlib.optim.adamw import MomentsState, adamw
 from shardlib.optim.base import Optimizer, chosen, in_full
 from shardlib.optim.schedules import Schedule
 
 
 def adam(
     lr: float | Schedule,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -23,7 +23,7 @@ def adam(
     """
     decoupled = adamw(lr, b1, b2, eps)
 
-    def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
+    def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         if weight_decay:
             own = in_full(params, state.master)
             grads = tree.map_(

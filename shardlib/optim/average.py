@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardlib import tree
 from shardlib.errors import TreeError
-from shardlib.optim.base import Optimizer, kept, wide
+from shardlib.optim.base import Optimizer, kept, needs_master, wide
 from shardlib.parts import once, places
 from shardlib.shard_map import shard_map
 from shardlib.tree import pytree
@@ -64,6 +64,27 @@ def get(state: Any, name: str) -> Any:
         for i, x in zip(wider, _cast([own[i] for i in wider], [flat[i] for i in wider]), strict=True):
             own[i] = x
     return tree.unflatten(treedef, own)
+
+
+def float32(state: Any) -> Any:
+    """The parameters of a train step's `State` in float32, to be exported: of a 16-bit leaf its master, where the
+    optimizer keeps one, else the leaf, cast. Integers, booleans and wider leaves as they are.
+
+    A master is cut as the optimizer's state is: `sl.gather` and `sl.save` take both.
+    """
+    flat, treedef = tree.flatten(state.params)
+    found = {p: x for t in kept(state.opt, "master") for p, x in zip(tree.paths(t), tree.leaves(t), strict=True)}
+    where = tree.paths(state.params)
+    own = [found.get(where[at], flat[at]) for at in places(flat)]
+    return tree.unflatten(treedef, _widened(own))
+
+
+def _wide(values: list[Tensor]) -> list[Tensor]:
+    with padding_allowed():
+        return list(map(once(lambda x: x.to(wide(x.dtype)) if needs_master(x) else x), values))
+
+
+_widened = shard_map(_wide, in_specs=None, out_specs=None)
 
 
 def _as(values: list[Tensor], like: list[Tensor]) -> list[Tensor]:

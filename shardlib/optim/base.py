@@ -10,7 +10,7 @@ from shardlib import tree
 from shardlib.errors import located
 from shardlib.sharding import leaf_of, settle
 from shardlib.spec import Spec
-from shardlib.types import inside, region
+from shardlib.types import Leaf, inside, padding_allowed, region
 
 
 class Optimizer(NamedTuple):
@@ -39,6 +39,11 @@ def chosen(mask: tree.Chooser | None, params: Any, what: str = "an optimizer's m
     specs = [leaf_of(x, what).spec for x in flat] if callable(mask) and inside() else flat
     with located(what):
         return tree.unflatten(treedef, tree.choose(mask, tree.paths(params), specs))
+
+
+def leaves_of(params: Any, what: str) -> list[Leaf]:
+    """What is known of each parameter; `what` needs it."""
+    return [leaf_of(p, f"{what}: `{path}`") for p, path in zip(tree.leaves(params), tree.paths(params), strict=True)]
 
 
 def counter() -> Tensor:
@@ -97,6 +102,20 @@ def kept(state: Any, name: str) -> list[Any]:
 def learning_rate(state: Any) -> Tensor | None:
     """The rate that the last update used, from an optimizer's state: the first that there is, else None."""
     return next(iter(kept(state, "lr")), None)
+
+
+def selected(which: Tensor | None, new: Any, old: Any) -> Any:
+    """`new` where `which` (0-d bool) says so or is None, else `old`, trees of the same leaves: skipped steps."""
+    if which is None:
+        return new
+    here = region()
+
+    def one(x: Tensor, y: Tensor) -> Tensor:
+        leaf, out = here.leaves.get(y), torch.where(which, x, y)
+        return out if leaf is None else settle(out, leaf)
+
+    with padding_allowed():
+        return tree.map_(one, new, old)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

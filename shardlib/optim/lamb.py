@@ -7,23 +7,11 @@ import torch
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.optim.base import Optimizer, bias_correction, chosen, counter, in_full, masters, rounded, zeros32
+from shardlib.optim.adamw import MomentsState, moments
+from shardlib.optim.base import Optimizer, bias_correction, chosen, in_full, leaves_of, rounded
 from shardlib.optim.layers import rms
 from shardlib.optim.schedules import Schedule, as_schedule
-from shardlib.sharding import leaf_of
-from shardlib.tree import pytree
 from shardlib.types import Leaf
-
-
-@pytree
-class LambState:
-    """`count` of updates, first and second moments, float32 masters of 16-bit leaves, the last learning rate."""
-
-    count: Tensor
-    mu: Any
-    nu: Any
-    master: Any
-    lr: Tensor
 
 
 def lamb(
@@ -48,17 +36,12 @@ def lamb(
         raise ValueError(f"lamb: 0 <= min_coeff <= max_coeff is needed, found {min_coeff} and {max_coeff}")
     rate = as_schedule(lr)
 
-    def init(params: Any) -> LambState:
-        zero = counter()
-        mu, nu = (tree.map_(zeros32, params) for _ in range(2))
-        return LambState(count=zero, mu=mu, nu=nu, master=masters(params), lr=rate(zero))
-
     def trust(p: Tensor, r: Tensor, leaf: Leaf) -> Tensor:
         above, below = rms(p, leaf), rms(r, leaf)  # their ratio is that of the norms
         ratio = (above / below).clamp(min_coeff, max_coeff)
         return torch.where((above > 0) & (below > 0), ratio, torch.ones_like(ratio))
 
-    def update(grads: Any, state: LambState, params: Any) -> tuple[Any, LambState]:
+    def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         step, count, own = rate(state.count), state.count + 1, in_full(params, state.master)
         first, second = bias_correction(b1, count), bias_correction(b2, count)
         grads = tree.map_(lambda g, m: g.to(m.dtype), grads, state.mu)
@@ -70,11 +53,10 @@ def lamb(
             r = r + weight_decay * p if decay else r
             return -step.to(m.dtype) * trust(p, r, leaf) * r
 
-        flat, treedef = tree.flatten(params)
         each = (own, mu, nu, chosen(mask, params))
-        leaves = [leaf_of(p, f"lamb: `{path}`") for p, path in zip(flat, tree.paths(params), strict=True)]
-        updates = tree.unflatten(treedef, map(one, *map(tree.leaves, each), leaves))
+        updates = map(one, *map(tree.leaves, each), leaves_of(params, "lamb"))
+        updates = tree.unflatten(tree.flatten(params)[1], updates)
         updates, master = rounded(params, own, updates)
-        return updates, LambState(count=count, mu=mu, nu=nu, master=master, lr=step)
+        return updates, MomentsState(count=count, mu=mu, nu=nu, master=master, lr=step)
 
-    return Optimizer(init, update)
+    return Optimizer(lambda params: moments(params, rate), update)

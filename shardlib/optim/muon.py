@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from shardlib import tree
-from shardlib.optim.base import Optimizer, bias_correction, chosen, counter, in_full, masters, rounded, zeros32
+from shardlib.optim.base import (
+    Optimizer,
+    bias_correction,
+    chosen,
+    counter,
+    in_full,
+    leaves_of,
+    masters,
+    rounded,
+    zeros32,
+)
 from shardlib.optim.schedules import Schedule, as_schedule
-from shardlib.sharding import leaf_of, move, settle
+from shardlib.sharding import move, settle
 from shardlib.spec import Dim, Spec
 from shardlib.tree import pytree
 from shardlib.types import Leaf, padding_allowed, region
@@ -133,11 +143,10 @@ class _Matrix:
 
 
 def _matrices(params: Any) -> list[_Matrix]:
-    return [_matrix(p, path) for path, p in zip(tree.paths(params), tree.leaves(params), strict=True)]
+    return list(map(_matrix, leaves_of(params, "muon"), tree.paths(params)))
 
 
-def _matrix(p: Tensor, path: str) -> _Matrix:
-    leaf = leaf_of(p, f"muon: `{path}`")
+def _matrix(leaf: Leaf, path: str) -> _Matrix:
     spec, dims = leaf.spec, range(leaf.spec.stacked, len(leaf.spec.dims))
     if not any(spec.matrix) and len(dims) != 2:
         raise spec.error(

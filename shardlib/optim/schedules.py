@@ -200,24 +200,62 @@ def one_cycle(
 
     `up_stairs`, `down_stairs` (None: the same): rise and fall in so many stairs, 0 smoothly. After the cycle the rate
     is `start / (1 + decay_rate t / decay_steps)`, t updates later; constant where either is 0. DeepSpeed also moves
-    Adam's `b1` the other way (`cycle_momentum`); here an optimizer's momentum is a constant. Smith 2018.
+    Adam's `b1` the other way by default: `one_cycle_momentum`. Smith 2018.
     """
+    part = _cycle("one_cycle", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
+
+    def rate(count: Tensor) -> Tensor:
+        done, later = part(count)
+        return (start + (peak - start) * done) / (1 + later)
+
+    return rate
+
+
+def one_cycle_momentum(
+    low: float = 0.8,
+    high: float = 0.9,
+    *,
+    up: int,
+    down: int | None = None,
+    up_stairs: int = 0,
+    down_stairs: int | None = None,
+    decay_rate: float = 0.0,
+    decay_steps: int = 0,
+) -> Schedule:
+    """For `sgd(momentum=)` and `adamw(b1=)`: from `high` to `low` while `one_cycle` rises, and back while it falls.
+
+    DeepSpeed's `cycle_momentum`, its bounds by default; it then has 0.99 for `b2`. `up` to `down_stairs` as there;
+    after the cycle the momentum is `high (1 + decay_rate t / decay_steps)`, t updates later (`decay_mom_rate`).
+    """
+    _check("one_cycle_momentum", "0 <= low, high < 1", 0 <= low < 1, 0 <= high < 1)
+    part = _cycle("one_cycle_momentum", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
+
+    def momentum(count: Tensor) -> Tensor:
+        done, later = part(count)
+        return (high - (high - low) * done) * (1 + later)
+
+    return momentum
+
+
+def _cycle(
+    name: str, up: int, down: int | None, up_stairs: int, down_stairs: int | None, decay_rate: float, decay_steps: int
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """At a count: how far a cycle is from its ends, 0 to 1, and what has grown since it was over."""
     down = up if down is None else down
     stairs = up_stairs, up_stairs if down_stairs is None else down_stairs
-    _check("one_cycle", "up > 0, down > 0, stairs and decay_steps >= 0", up > 0, down > 0, *(n >= 0 for n in stairs))
-    _check("one_cycle", "decay_rate >= 0, decay_steps >= 0", decay_rate >= 0, decay_steps >= 0)
+    _check(name, "up > 0, down > 0, stairs and decay_steps >= 0", up > 0, down > 0, *(n >= 0 for n in stairs))
+    _check(name, "decay_rate >= 0, decay_steps >= 0", decay_rate >= 0, decay_steps >= 0)
 
     def part(position: Tensor, length: int, steps: int) -> Tensor:
         return (position * steps / length).floor() / steps if steps else position / length
 
-    def rate(count: Tensor) -> Tensor:
+    def at(count: Tensor) -> tuple[Tensor, Tensor]:
         t, total = _float(count), up + down
         rises, falls = part(t, up, stairs[0]), part((total - t).clamp(min=0.0), down, stairs[1])
         later = decay_rate * (t - total).clamp(min=0.0) / decay_steps if decay_steps else torch.zeros_like(t)
-        cycle = start + (peak - start) * torch.where(t <= up, rises, falls)
-        return torch.where(t <= total, cycle, start / (1 + later))
+        return torch.where(t <= up, rises, falls), later
 
-    return rate
+    return at
 
 
 def lr_range_test(start: float, *, steps: int, rate: float = 1.0, staircase: bool = False) -> Schedule:

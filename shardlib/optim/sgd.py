@@ -20,8 +20,11 @@ class SgdState:
     lr: Tensor
 
 
-def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> Optimizer:
-    """SGD: `-lr v` with `v = g + momentum v`, no dampening; nesterov: `-lr (g + momentum v)`. As torch and optax."""
+def sgd(lr: float | Schedule, momentum: float | Schedule = 0.0, nesterov: bool = False) -> Optimizer:
+    """SGD: `-lr v` with `v = g + momentum v`, no dampening; nesterov: `-lr (g + momentum v)`. As torch and optax.
+
+    `momentum` may be a schedule, too (`one_cycle_momentum`).
+    """
     rate = as_schedule(lr)
 
     def init(params: Any) -> SgdState:
@@ -34,8 +37,13 @@ def sgd(lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False) -> 
         updates = tree.map_(lambda g, p: g.to(p.dtype), grads, own)
         trace = state.trace
         if momentum:
-            trace = tree.map_(lambda g, v: g + momentum * v, updates, trace)
-            updates = tree.map_(lambda g, v: g + momentum * v, updates, trace) if nesterov else trace
+            mass = momentum(state.count) if callable(momentum) else momentum
+
+            def added(g: Tensor, v: Tensor) -> Tensor:
+                return g + (mass.to(v.dtype) if isinstance(mass, Tensor) else mass) * v
+
+            trace = tree.map_(added, updates, trace)
+            updates = tree.map_(added, updates, trace) if nesterov else trace
         updates = tree.map_(lambda u: -step.to(u.dtype) * u, updates)  # a 0-d leaf would take the rate's float64
         updates, master = rounded(params, own, updates)
         return updates, SgdState(count=state.count + 1, trace=trace, master=master, lr=step)
