@@ -4,7 +4,7 @@ Each is an opaque op (kernels/) and here gets what an op lacks: a derivative of 
 rule: `Insert` treats it as any function that is not linear.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,7 @@ def pushed(f: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[T
     return out if many else out[0]
 
 
-def or_zeros(tangents: tuple[Any, ...], primals: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def or_zeros(tangents: Sequence[Any], primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, primals, strict=False))
 
 

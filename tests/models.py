@@ -135,7 +135,7 @@ class Net:
         elif keys is None:
             x, _ = sl.scan(lambda x, w: (block(w, None, x), None), x, p["blocks"])
         else:
-            x, _ = sl.scan(lambda x, each: (block(*each, x), None), x, (p["blocks"], keys[:-1]))
+            x, _ = sl.scan(lambda x, each: (block(each[0], each[1], x), None), x, (p["blocks"], keys[:-1]))
         mean = sl.Mean.of(f"batch/dp {between} model", x * x) if self.second_term else 0
         vocab = "vocab/tp" if self.split_vocab else "vocab"
         if self.split_vocab and self.seq_parallel:

@@ -24,7 +24,9 @@ def trained(mesh: sl.Mesh, path: Path, steps: range, save: bool = False) -> tupl
     with mesh:
         state = step.init(sl.shard(NET.params(), specs()), key=sl.random.key(7))
         if steps.start:
-            state = sl.restore(sl.latest(path), like=state)
+            newest = sl.latest(path)
+            assert newest is not None
+            state = sl.restore(newest, like=state)
         for i in steps:
             state, metrics = step(state, sl.shard(NET.batch(ROWS, SEQ, i), NET.batch_spec))
             losses.append(metrics["loss"].item())
