@@ -5,12 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode  # what sees every op, backward ones too
 
-WAITS, REST, THREADS = "waits (wall)", "Python, dispatch", "other threads"
+REST, THREADS, OTHER = "outside ops", "other threads", "element-wise"
 # each op counts for the first kind one of whose words is in its name, in torch's words or shardlib's
 KINDS = {
-    WAITS: "wait_tensor barrier",
+    "waits": "wait_tensor barrier",
     "collectives begun": "c10d gloo",
     "attention": "attention",
     "products": "mm linear matmul",
@@ -18,7 +18,6 @@ KINDS = {
     "norms, lookup, loss": "norm softmax nll cross_entropy loss embedding index gather",
     "copies": "copy clone cat stack pack fill zero empty",
 }
-OTHER = "element-wise"
 
 
 def kind_of(op: str) -> str:
@@ -26,24 +25,36 @@ def kind_of(op: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(w in op.lower() for w in words.split())), OTHER)
 
 
-def spent(step: Callable[[int], Any], numbers: Sequence[int]) -> dict[str, float]:
-    """Milliseconds a step, means over steps of these numbers, taken twice: as they are, for CPU time of all threads and
-    of this one, then under torch's profiler, for seconds inside ops (wall time: this one's CPU time, but for waits).
+class _Timed(TorchDispatchMode):
+    """CPU seconds of this thread inside ops, by kind."""
 
-    `Python, dispatch` is what this thread spends outside ops; `other threads` send, receive and add (gloo).
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: defaultdict[str, float] = defaultdict(float)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.thread_time()
+        out = func(*args, **(kwargs or {}))
+        self.of[kind_of(str(func))] += time.thread_time() - began
+        return out
+
+
+def spent(step: Callable[[int], Any], numbers: Sequence[int]) -> dict[str, float]:
+    """Milliseconds of CPU a step, means over steps of these numbers, taken twice: as they are, for all threads and for
+    this one, then with a clock around every op (some 10 us each, so of large sizes).
+
+    `outside ops` is what this thread spends beside: Python, dispatching, and what is compiled; `other threads` send,
+    receive and add (gloo).
     """
     began = time.process_time(), time.thread_time()
     for n in numbers:
         step(n)
     whole, main = time.process_time() - began[0], time.thread_time() - began[1]
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with _Timed() as timed:
         for n in numbers:
             step(n)
-    of: defaultdict[str, float] = defaultdict(float)
-    for event in found.key_averages():
-        of[kind_of(event.key)] += event.self_cpu_time_total / 1e6  # type: ignore[attr-defined]
-    of[REST], of[THREADS] = main - sum(s for kind, s in of.items() if kind != WAITS), whole - main
-    return {"CPU": 1e3 * whole / len(numbers)} | {k: 1e3 * s / len(numbers) for k, s in of.items()}
+    rest = {REST: main - sum(timed.of.values()), THREADS: whole - main}
+    return {kind: 1e3 * s / len(numbers) for kind, s in {"CPU": whole, **timed.of, **rest}.items()}
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
