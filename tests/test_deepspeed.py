@@ -115,6 +115,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {  # honoured keys: a config, a value 
     "scheduler.params.cycle_first_stair_count": [(scheduled("OneCycle", **CYCLE), 7, "up_stairs=7")],
     "scheduler.params.cycle_second_stair_count": [(scheduled("OneCycle", **CYCLE), 7, "down_stairs=7")],
     "scheduler.params.decay_lr_rate": [(scheduled("OneCycle", **CYCLE), 7, "decay_rate=7")],
+    "scheduler.params.cycle_momentum": [(scheduled("OneCycle", "Adam", **CYCLE), False, "b1=0.9, b2=0.999")],
+    "scheduler.params.cycle_min_mom": [(scheduled("OneCycle", "Adam", **CYCLE), 0.5, "momentum(0.5, high=0.9,")],
+    "scheduler.params.cycle_max_mom": [(scheduled("OneCycle", "Adam", **CYCLE), 0.95, "momentum(0.8, high=0.95,")],
+    "scheduler.params.decay_mom_rate": [(scheduled("OneCycle", "Adam", **CYCLE), 7, "decay_rate=7")],
     "scheduler.params.decay_step_size": [(scheduled("OneCycle", **CYCLE), 7, "decay_steps=7")],
     "scheduler.params.lr_range_test_min_lr": [(scheduled("LRRangeTest"), 0.5, "lr_range_test(0.5,")],
     "scheduler.params.lr_range_test_step_size": [(scheduled("LRRangeTest"), 7, "steps=7")],
@@ -150,7 +154,6 @@ def test_what_is_honoured_changes_the_step():
     assert sorted(CASES) == sorted(k.path for k in KEYS.values() if k.status == HONOURED)
     for path, cases in CASES.items():
         for config, value, said in cases:
-            config = merged(config, {"scheduler": {"params": {"cycle_momentum": False}}} if "cycle" in path else {})
             before, after = made(config), made(merged(config, nested(path, value)))
             assert said in after and said not in before, (path, after)
 
@@ -325,8 +328,8 @@ def test_auto_that_is_not_given_is_named_with_the_argument_that_gives_it():
         ),
         (
             scheduled("OneCycle", "Lion", **CYCLE),
-            "`scheduler.params.cycle_momentum` is true where it is not given, and rejected: b1 is a constant here; "
-            "true is DeepSpeed's default where the optimizer has betas",
+            "`scheduler.params.cycle_momentum` is true where it is not given, and rejected: Lion's b1 is a constant "
+            "here",
         ),
         (FP16 | BF16, "`fp16.enabled` and `bf16.enabled` are both true: one of them is possible"),
         ({"fp16": {"enabled": True, "initial_scale_power": 200}}, None),

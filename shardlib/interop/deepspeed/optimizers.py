@@ -1,10 +1,10 @@
 """DeepSpeed's optimizers and schedulers by their names, as calls of `sl.optim`."""
 
+from functools import partial
 from typing import Any
 
 from shardlib.errors import listing, nearest
 from shardlib.interop.deepspeed.calls import Call, Name, call
-from shardlib.interop.deepspeed.keys import KEYS
 from shardlib.interop.deepspeed.read import Settings
 from shardlib.spec import Spec
 
@@ -56,7 +56,7 @@ def optimizer(settings: Settings) -> tuple[Call | None, Call | None]:
     else:
         for name in settings.under("optimizer"):
             settings.problems.append(f"`optimizer.{name}`: `optimizer.type` is missing")
-    made = schedule(settings, lr, cycles=kind in BETAS)
+    made = schedule(settings, lr)
     if kind not in TAKEN:
         return None, made
     return _OPTIMIZERS[kind](settings, kind, lr if made is None else Name("schedule")), made
@@ -78,6 +78,8 @@ def _adam(settings: Settings, kind: str, rate: Any) -> Call:
     decoupled = kind == "adamw" or _param(settings, "adam_w_mode", True)
     own = 0.01 if decoupled and _param(settings, "torch_adam", False) and kind != "muon" else 0.0
     b1, b2 = _param(settings, "betas", BETAS[kind])
+    if _cycles(settings):
+        b1, b2 = _cycled(settings, kind, b1), 0.99
     return call(
         "optim.adamw" if decoupled else "optim.adam",
         rate,
@@ -90,6 +92,8 @@ def _adam(settings: Settings, kind: str, rate: Any) -> Call:
 
 def _lion(settings: Settings, kind: str, rate: Any) -> Call:
     b1, b2 = _param(settings, "betas", BETAS[kind])
+    if _cycles(settings):
+        _cycled(settings, kind, b1)
     return call("optim.lion", rate, b1=b1, b2=b2, weight_decay=_param(settings, "weight_decay", 0.0))
 
 
@@ -101,7 +105,7 @@ def _sgd(settings: Settings, kind: str, rate: Any) -> Call:
 
 def _muon(settings: Settings, kind: str, rate: Any) -> Call:
     lr = _param(settings, "adam_lr", _param(settings, "lr", 3e-4))
-    adam = _adam(settings, kind, schedule(settings, lr, cycles=True) or lr)
+    adam = _adam(settings, kind, schedule(settings, lr) or lr)
     momentum, decay = _param(settings, "momentum", 0.95), _param(settings, "weight_decay", 0.0)
     muon = call("optim.muon", rate, momentum=momentum, weight_decay=decay, eps=1e-7)
     settings.notes["optimizer.type"] = (
@@ -121,7 +125,7 @@ SCHEDULES = {  # what each takes
     "WarmupDecayLR": f"total_num_steps warmup_min_lr warmup_max_lr {WARMUP}",
     "WarmupCosineLR": f"total_num_steps warmup_min_ratio cos_min_ratio {WARMUP}",
     "OneCycle": "cycle_min_lr cycle_max_lr cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
-    "cycle_second_stair_count decay_lr_rate decay_step_size",
+    "cycle_second_stair_count decay_lr_rate decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
     "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
 }
 NEEDED = {
@@ -131,11 +135,8 @@ NEEDED = {
 }
 
 
-def schedule(settings: Settings, lr: float | None, *, cycles: bool) -> Call | None:
-    """The schedule for an optimizer of rate `lr` (None: not known), with the rates that DeepSpeed's engine trains with.
-
-    `cycles`: the optimizer has betas, which OneCycle would move.
-    """
+def schedule(settings: Settings, lr: float | None) -> Call | None:
+    """The schedule for an optimizer of rate `lr` (None: not known): the rates that DeepSpeed's engine trains with."""
     said = settings.get("scheduler.type")
     if said is None:
         for name in settings.under("scheduler"):
@@ -150,14 +151,17 @@ def schedule(settings: Settings, lr: float | None, *, cycles: bool) -> Call | No
     if len(settings.problems) > before:
         return None
     if kind == "OneCycle":
-        return _one_cycle(settings, cycles)
+        rates = (_get(settings, f"cycle_{x}_lr") for x in ("max", "min"))
+        return _cycle(settings, "optim.one_cycle", *rates, "decay_lr_rate")
     return _range_test(settings) if kind == "LRRangeTest" else _warmup(settings, kind, lr)
 
 
-def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:
-    def get(name: str, default: Any = None) -> Any:
-        return settings.get(f"scheduler.params.{name}", default)
+def _get(settings: Settings, name: str, default: Any = None) -> Any:
+    return settings.get(f"scheduler.params.{name}", default)
 
+
+def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:
+    get = partial(_get, settings)
     n, total = max(2, int(get("warmup_num_steps", 1000))), get("total_num_steps")
     shape = get("warmup_type", "log").lower()
     start, peak, first = get("warmup_min_lr", 0.0), get("warmup_max_lr"), None
@@ -187,28 +191,47 @@ def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:
     return call("optim.join", [start if first is None else first, made], [1])
 
 
-def _one_cycle(settings: Settings, cycles: bool) -> Call:
-    def get(name: str, default: Any = None) -> Any:
-        return settings.get(f"scheduler.params.{name}", default)
+def _cycle(settings: Settings, name: str, first: float, second: float, decay: str) -> Call:
+    """A schedule of OneCycle's shape."""
 
     def whole(name: str, default: int | None = None) -> int | None:
-        found = get(name, default)
+        found = _get(settings, name, default)
         return None if found is None else int(found)
 
-    path = "scheduler.params.cycle_momentum"
-    if cycles and path not in settings.given:
-        settings.problems.append(f"`{path}` is true where it is not given, and rejected: {KEYS[path].text}")
+    bounds = dict(start=second) if name == "optim.one_cycle" else dict(high=second)
     return call(
-        "optim.one_cycle",
-        get("cycle_max_lr"),
-        start=get("cycle_min_lr"),
+        name,
+        first,
+        **bounds,
         up=whole("cycle_first_step_size", 2000),
         down=whole("cycle_second_step_size"),
         up_stairs=whole("cycle_first_stair_count"),
         down_stairs=whole("cycle_second_stair_count"),
-        decay_rate=get("decay_lr_rate"),
+        decay_rate=_get(settings, decay),
         decay_steps=whole("decay_step_size"),
     )
+
+
+def _cycles(settings: Settings) -> bool:
+    """Whether OneCycle moves the momentum of an optimizer that has betas."""
+    one = (settings.get("scheduler.type") or "").lower() == "onecycle"
+    return one and _get(settings, "cycle_momentum", True)
+
+
+def _cycled(settings: Settings, kind: str, b1: float) -> Any:
+    """The schedule of Adam's `b1`; others' are constants, which is a problem."""
+    path = "scheduler.params.cycle_momentum"
+    if kind not in ("adam", "adamw"):
+        settings.problems.append(
+            f"`{path}` is true{'' if path in settings.given else ' where it is not given'}, and rejected: "
+            f"{NAMES[kind]}'s b1 is a constant here"
+        )
+        return b1
+    settings.notes[path] = (
+        "the first update has the greatest momentum of the cycle, DeepSpeed's the least; b2 is 0.99, as there"
+    )
+    low, high = (_get(settings, f"cycle_{x}_mom", bound) for x, bound in (("min", 0.8), ("max", 0.9)))
+    return _cycle(settings, "optim.one_cycle_momentum", low, high, "decay_mom_rate")
 
 
 def _range_test(settings: Settings) -> Call:

@@ -67,9 +67,9 @@ scheduler.params.{cycle_first_step_size,cycle_second_step_size} | int>0? | honou
 scheduler.params.{cycle_first_stair_count,cycle_second_stair_count} | int>=0? | honoured |
     `up_stairs` and `down_stairs`
 scheduler.params.{decay_lr_rate,decay_step_size} | number>=0 | honoured | `decay_rate` and `decay_steps`
-scheduler.params.cycle_momentum | bool | rejected unless false |
-    b1 is a constant here; true is DeepSpeed's default where the optimizer has betas
-scheduler.params.{cycle_min_mom,cycle_max_mom,decay_mom_rate} | number>=0 | with scheduler.params.cycle_momentum |
+scheduler.params.cycle_momentum | bool | honoured |
+    Adam's b1 by `one_cycle_momentum`, its b2 0.99; true by default, and rejected for Lion and Muon
+scheduler.params.{cycle_min_mom,cycle_max_mom,decay_mom_rate} | number>=0 | honoured | `low`, `high`, `decay_rate`
 scheduler.params.lr_range_test_min_lr | number>=0 | honoured | `start` of `lr_range_test`
 scheduler.params.lr_range_test_step_size | int>0 | honoured | `steps`
 scheduler.params.lr_range_test_step_rate | number>=0 | honoured | `rate`
