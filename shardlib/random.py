@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardlib.kernels.threefry import blocks, threefry
+from shardlib.kernels import threefry as kernel
 
 _WORD = 2**32 - 1
 
@@ -80,7 +80,7 @@ def _erfinv(u: Tensor) -> Tensor:
     """The real kernel of `shardlib::erfinv`: u in [-1, 1] -> erfinv(u), in blocks; 16-bit types by way of float32."""
     flat, out = u.reshape(-1), torch.empty_like(u, memory_format=torch.contiguous_format)
     compute = torch.promote_types(u.dtype, torch.float32)
-    for block in blocks(u):
+    for block in kernel.blocks(u):
         x = flat[block].to(compute)
         w = (x * x).neg_().log1p_().neg_()
         root, factor = w.sqrt(), None
@@ -113,7 +113,7 @@ def _draw(key: Tensor, shape: Sequence[int], index: Tensor | None, width: int, k
         index = index if len(shape) == 1 else index.view(tuple(shape))
     elif index.dtype != torch.int64:
         raise TypeError(f"index holds global flat element indices as int64 (see global_index), got {index.dtype}")
-    return threefry(key, index, width, keep)
+    return kernel.threefry(key, index, width, keep)
 
 
 def _pair(x: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor):
-                self.before.setdefault(x.data_ptr(), (x, x.clone()))
+        for given in (*args, *kwargs.values()):
+            for x in given if isinstance(given, (tuple, list)) else [given]:
+                if isinstance(x, Tensor):
+                    self.before.setdefault(x.data_ptr(), (x, x.clone()))
         out = func(*args, **kwargs)
         self.ops.append((func, args, kwargs, out))
         return out

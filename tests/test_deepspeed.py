@@ -567,14 +567,15 @@ def test_every_optimizer_runs_in_the_code_that_is_printed(name):
     assert not torch.equal(params[1], start(torch.float64)[1])
 
 
-def test_monitors_write_where_the_config_says(tmp_path):
-    folder = {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}
+def test_monitors_write_where_the_config_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = {"enabled": True, "output_path": "runs", "job_name": "a"}
     (log,) = load(BASE | {"csv_monitor": folder}, dp=1).monitors()
     with log:
         log(1, {"loss": 2.0})
-    assert (tmp_path / "a" / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
+    assert (tmp_path / "runs" / "a" / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
     both = load(BASE | {"csv_monitor": folder, "tensorboard": folder}, dp=1)
-    assert f'[sl.monitor("{tmp_path.as_posix()}/a", ["tensorboard", "csv"])]' in explain(both)
+    assert '[sl.monitor("runs/a", ["tensorboard", "csv"])]' in explain(both)
 
 
 # ---- the command

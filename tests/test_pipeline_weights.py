@@ -31,9 +31,8 @@ def gathering(every: bool, m: int = 4) -> Any:
 
 
 def lowered(layout: Any, schedule: Any, **options: Any) -> Any:
-    step = sl.jit(
-        sl.step(sl.pipeline(first, stage, last, schedule), sl.optim.sgd(0.1), layout=layout), donate_argnums=0
-    )
+    loss = sl.pipeline(first, stage, last, schedule)
+    step = sl.jit(sl.step(loss, sl.optim.sgd(0.1), layout=layout, **options), donate_argnums=0)
     with sl.make_mesh(dp=2, tp=1, pp=2, simulate=True):
         state = step.init(sl.shard(model(weights(4, False), 1), SPECS))
         return step.lower(state, sl.shard(batch(8, 0), "batch/dp seq"))
@@ -100,6 +99,6 @@ def test_actions_that_the_layout_has_no_use_for_do_nothing() -> None:
 def test_gradients_are_summed_over_ranks_in_the_dtype_that_is_asked(zero: int, graph: str) -> None:
     """By the schedule, and inside the functions that gather."""
     layout = sl.zero(SPECS, "dp", zero)
-    program = lowered(layout, schedules.one_f_one_b(4), precision=sl.precision(reduce=torch.bfloat16))
+    program = lowered(layout, schedules.one_f_one_b(4), precision=sl.precision("f64", "f64", "bf16"))
     found = [c for c in program.collectives() if (c.op, c.axis) == ("psum_scatter", "dp") and c.graph == graph]
     assert found and {c.dtype for c in found} == {torch.bfloat16}
