@@ -205,6 +205,21 @@ def test_bucket_of_integers_is_exact_and_results_share_no_storage():
         assert len({x.shards[0].untyped_storage().data_ptr() for x in out}) == 3
 
 
+def test_bucket_of_slices_of_one_leaf_that_are_cut_after_the_first_gather():
+    def f(a: Tensor, w: Tensor) -> Tensor:
+        total = sl.all_gather("m/dp -> m", a).sum()
+        for piece in w.unbind(0):
+            total = total + sl.all_gather("m/dp -> m", piece).square().sum()
+        return total[None]
+
+    run = sl.shard_map(f, in_specs=("m/dp", "layers m/dp"), out_specs="n/dp")
+    with sl.make_mesh(dp=2, simulate=True):
+        args = sl.shard(torch.arange(4.0), "m/dp"), sl.shard(torch.arange(12.0).view(3, 4), "layers m/dp")
+        jitted = sl.jit(run, passes=[passes.bucket])
+        assert [c.op for c in jitted.lower(*args).collectives()] == ["all_gather"]
+        assert torch.equal(sl.gather(jitted(*args)), sl.gather(run(*args)))
+
+
 def test_bucket_keeps_forward_backward_and_each_remat_apart():
     with sl.make_mesh(MESH, simulate=True):
         step = train(f=rematted)

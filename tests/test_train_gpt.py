@@ -117,7 +117,8 @@ def test_precision(tmp_path):
     for compute in ("bf16", "f16"):
         result = train(tmp_path / compute, "--precision", compute, *two_ranks)
         assert result["precision"] == compute
-        assert losses(tmp_path / compute) == pytest.approx(wanted, abs=0.02) != wanted
+        found = losses(tmp_path / compute)
+        assert found == pytest.approx(wanted, abs=0.02) and found != wanted
 
 
 def test_every_way_to_run_gives_one_curve():

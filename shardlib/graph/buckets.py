@@ -117,10 +117,10 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
     anchor = first if b.early else b.starts[-1]
     n = group(first)[1]
     gather, scatter = (STARTS[first.target] == op for op in ("all_gather", "psum_scatter"))
-    for start in b.starts if b.early else ():
-        for node in at_rest(arg(start)) or ():
-            if order.get(node, 0) > order[anchor]:
-                anchor.prepend(node)
+    chains = [at_rest(arg(start)) or [] for start in b.starts if b.early]
+    for node in dict.fromkeys(n for chain in chains for n in chain):  # each once: chains share nodes
+        if order.get(node, 0) > order[anchor]:
+            anchor.prepend(node)
     after = anchor.next  # what was made of results before moves here
     with first.graph.inserting_before(anchor):
         rows = n if scatter else 1
