@@ -151,8 +151,8 @@ def schedule(settings: Settings, lr: float | None) -> Call | None:
     if len(settings.problems) > before:
         return None
     if kind == "OneCycle":
-        rates = (_get(settings, f"cycle_{x}_lr") for x in ("max", "min"))
-        return _cycle(settings, "optim.one_cycle", *rates, "decay_lr_rate")
+        peak, start = (_get(settings, f"cycle_{x}_lr") for x in ("max", "min"))
+        return _cycle(settings, "optim.one_cycle", peak, start=start, decay_rate=_get(settings, "decay_lr_rate"))
     return _range_test(settings) if kind == "LRRangeTest" else _warmup(settings, kind, lr)
 
 
@@ -191,23 +191,21 @@ def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:
     return call("optim.join", [start if first is None else first, made], [1])
 
 
-def _cycle(settings: Settings, name: str, first: float, second: float, decay: str) -> Call:
-    """A schedule of OneCycle's shape."""
+def _cycle(settings: Settings, name: str, first: float, **own: Any) -> Call:
+    """A schedule of OneCycle's shape, with what is its `own`."""
 
     def whole(name: str, default: int | None = None) -> int | None:
         found = _get(settings, name, default)
         return None if found is None else int(found)
 
-    bounds = dict(start=second) if name == "optim.one_cycle" else dict(high=second)
     return call(
         name,
         first,
-        **bounds,
+        **own,
         up=whole("cycle_first_step_size", 2000),
         down=whole("cycle_second_step_size"),
         up_stairs=whole("cycle_first_stair_count"),
         down_stairs=whole("cycle_second_stair_count"),
-        decay_rate=_get(settings, decay),
         decay_steps=whole("decay_step_size"),
     )
 
@@ -231,7 +229,8 @@ def _cycled(settings: Settings, kind: str, b1: float) -> Any:
         "the first update has the greatest momentum of the cycle, DeepSpeed's the least; b2 is 0.99, as there"
     )
     low, high = (_get(settings, f"cycle_{x}_mom", bound) for x, bound in (("min", 0.8), ("max", 0.9)))
-    return _cycle(settings, "optim.one_cycle_momentum", low, high, "decay_mom_rate")
+    decay = _get(settings, "decay_mom_rate")
+    return _cycle(settings, "optim.one_cycle_momentum", low, high=high, decay_rate=decay)
 
 
 def _range_test(settings: Settings) -> Call:
