@@ -48,7 +48,7 @@ def attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)) @ k.to(wide).mT
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
     some = (scores > -torch.inf).any(-1, keepdim=True)
     total = torch.where(some, scores, 0.0).logsumexp(-1, keepdim=True)  # never of nothing, which has no derivative
     out = (torch.where(some, scores, -torch.inf) - total).exp() @ v.to(wide)

@@ -74,7 +74,7 @@ def save(
         leaves = entries(tree.paths(state), tree.leaves(state))
         for leaf in leaves:
             leaf.check()
-        return (number, leaves), [f"step {number}", f"wait {wait}", *(leaf.line for leaf in leaves)]
+        return (number, leaves), [f"path {root}", f"step {number}", f"wait {wait}", *(leaf.line for leaf in leaves)]
 
     number, leaves = ranks.agree("save: the tree", look)
     target = saves.folder(root, number)
@@ -94,7 +94,7 @@ def save(
 def _described(number: int, mesh: Mesh | None, leaves: Sequence[Entry]) -> dict[str, Any]:
     """What a save says of itself."""
     named = [(name, leaf) for leaf in leaves for name in leaf.names]
-    tied = {name: own for leaf in leaves if leaf.first for name, own in zip(leaf.names, leaf.first.names, strict=True)}
+    tied = {name: own for leaf in leaves if leaf.tied for name, own in zip(leaf.names, leaf.tied.names, strict=True)}
     return dict(
         shardlib=_version(),
         torch=torch.__version__,
@@ -217,7 +217,7 @@ def _version() -> str:
 def _mismatches(found: Contents, leaves: Sequence[Entry], whole: bool) -> list[str]:
     lines, used, tied = [], set[str](), found.tied
     for leaf in leaves:
-        for name, old, first in zip(leaf.names, leaf.saved, (leaf.first or leaf).saved, strict=True):
+        for name, old, first in zip(leaf.names, leaf.saved, (leaf.tied or leaf).saved, strict=True):
             label = f"`{name}`" + (f" (`{old}` in the files)" if old != name else "")
             used |= {old, tied.get(old, old)}
             if old in found.leaves and tied.get(old, old) != tied.get(first, first):

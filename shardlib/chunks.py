@@ -181,6 +181,12 @@ def write(folder: Path, pieces: Iterable[Piece], exchange: Exchange) -> None:
 
     @saves.mended()
     def finish(results: list[list[WriteResult]]) -> list[None]:
+        files = {result.storage_data.relative_path for some in results for result in some}
+        if lost := sorted(file for file in files if not _sums_of(folder / file).exists()):
+            raise TreeError(
+                f"{folder}: the first rank does not see {listing(lost)}, which others wrote; save into one folder that "
+                "all ranks share"
+            )
         writer.finish(indexed[0], results)
         return [None] * len(results)
 

@@ -38,6 +38,11 @@ class Entry:
         """How many leading dimensions count layers."""
         return self.value.spec.stacked if isinstance(self.value, Array) and "*" in self.path.split(".") else 0
 
+    @property
+    def tied(self) -> "Entry | None":
+        """The leaf that stands for this one in files: `first`, unless that is there layer by layer, and this is not."""
+        return self.first if self.first and self.first.stacked == self.stacked else None
+
     @cached_property
     def names(self) -> list[str]:
         """In row-major order of layers. Each `*` counts along one stacked dimension, the last along all the others."""
@@ -97,7 +102,7 @@ class Entry:
         from shardlib.chunks import Piece
 
         x, k = self.value, self.stacked
-        if self.first:
+        if self.tied:
             return
         if not isinstance(x, Tensor):
             yield Piece(names[0], x)

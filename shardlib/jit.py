@@ -91,7 +91,7 @@ class Lowered:
     def memory(self, *kinds: str) -> Point:
         """The moment when most is alive on a rank, of some kinds or of all, and the bytes of each: `parameters`, their
         `copies` (gathered, sliced), `buckets` to be sent, `gradients`, `optimizer` and `other`."""
-        return max(alive(self.running()), key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
+        return max(alive(self._here(self.module)), key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
 
     def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
         """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.
@@ -112,6 +112,10 @@ class Lowered:
                 self.mesh.group(group.rpartition("/")[2].split(","))
         if log is not None and self.backend not in ("inductor", "cudagraph"):
             module = telling(copied(module), log)
+        return self._here(module)
+
+    def _here(self, module: GraphModule) -> GraphModule:
+        """The graphs with the collectives that are used here."""
         gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
         return applied([for_gloo], copied(module)) if gloo else module
 

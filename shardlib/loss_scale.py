@@ -48,12 +48,12 @@ class Scaling:
         """The state before the first step, plain tensors."""
         zero, scale = torch.zeros((), dtype=torch.int64), torch.full((), self.initial, dtype=torch.float32)
         forgiven = torch.full_like(zero, self.hysteresis)
-        return LossScale(scale=scale, good=zero, forgiven=forgiven, row=zero.clone(), skipped=zero.clone())
+        return LossScale(scale=scale, good=zero - 1, forgiven=forgiven, row=zero.clone(), skipped=zero.clone())
 
     def after(self, old: LossScale, finite: Tensor) -> LossScale:
         """The state after a step whose gradients were finite, or were not (`finite`, 0-d bool)."""
         zero, full = torch.zeros_like(old.good), torch.full_like(old.good, self.hysteresis)
-        good = torch.where(finite, old.good + 1, zero)
+        good = torch.where(finite, old.good + 1, zero - 1)
         grows, falls = good == self.window, ~finite & (old.forgiven <= 1)
         up = (old.scale * self.factor).clamp(max=LARGEST)
         down = (old.scale / self.factor).clamp(min=self.minimum)
@@ -81,7 +81,8 @@ def dynamic_scale(
     factor: float = 2.0,
     max_skips: int | None = 50,
 ) -> Scaling:
-    """A scale that falls by `factor` when gradients overflow and rises after `window` finite steps in a row.
+    """A scale that falls by `factor` when gradients overflow and rises after `window` finite steps in a row, to which
+    the first one and the first after an overflow do not count.
 
     A step whose gradients are not finite on some rank is skipped by all: nothing changes but the scale and the counts
     of skips. The first `hysteresis` - 1 overflows leave the scale; they are forgiven anew when it has risen, with

@@ -136,6 +136,8 @@ class Mesh:
 
         if self.simulate:
             raise MeshError("a simulated mesh has no DeviceMesh")
+        if not dist.is_initialized():
+            raise MeshError("a DeviceMesh needs a process group: start it with `shardlib run --nproc 1 ...`")
         return init_device_mesh(self.device.type, tuple(self.shape.values()), mesh_dim_names=self.axis_names)
 
     def __enter__(self) -> "Mesh":

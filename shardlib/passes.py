@@ -29,8 +29,9 @@ default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place,
 
 def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
     """With `fuse` where regions are compiled, before what writes in place; without `reuse` and `join` where all is,
-    since a compiler places values itself."""
-    found = [one for one in passes if backend != "inductor" or one not in (reuse, join)]
+    since a compiler places values itself; without `join`, which sends addresses to the GPU, where that is recorded."""
+    out = {"inductor": (reuse, join), "cudagraph": (join,)}.get(backend, ())
+    found = [one for one in passes if one not in out]
     if backend == "regional" and fuse not in found:
         found.insert(next((i for i, one in enumerate(found) if one in (in_place, reuse)), len(found)), fuse)
     return tuple(found)

@@ -107,7 +107,7 @@ def name_of(f: Any) -> str:
 
 def argument_numbers(f: Callable[..., Any], what: str, said: int | Sequence[int]) -> tuple[int, ...]:
     """Numbers of arguments of `f`, counted from the front. Raises where `f` takes no such argument."""
-    given = (said,) if isinstance(said, int) else tuple(said)
+    given = (said,) if isinstance(said, int) else tuple(sorted({*said}))
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # builtins, whose signature nothing knows
@@ -118,7 +118,7 @@ def argument_numbers(f: Callable[..., Any], what: str, said: int | Sequence[int]
         if (i < -count) or (i >= count and not many) or (i < 0 and many):
             takes = "any number of arguments: count from the front" if many else f"arguments 0 to {count - 1}"
             raise SpecError(f"{what}={said}: the function takes {takes}")
-    return tuple(i % count if i < 0 else i for i in given)
+    return tuple(sorted({i % count if i < 0 else i for i in given}))  # a call may leave out the last
 
 
 def by_position(f: Callable[..., Any], args: tuple[Any, ...], words: Mapping[str, Any], name: str) -> tuple[Any, ...]:
@@ -128,9 +128,9 @@ def by_position(f: Callable[..., Any], args: tuple[Any, ...], words: Mapping[str
     bound = inspect.signature(f).bind(*args, **words)
     if bound.kwargs:
         bound.apply_defaults()
-    if bound.kwargs:
+    if alone := [word for word in bound.kwargs if word in words]:
         raise SpecError(
-            f"{name}: jit takes arguments that have a position, and `{next(iter(bound.kwargs))}` is taken by keyword "
+            f"{name}: jit takes arguments that have a position, and `{alone[0]}` is taken by keyword "
             "alone: bind it with functools.partial"
         )
     return bound.args

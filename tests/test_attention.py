@@ -95,6 +95,13 @@ def test_16_bit_scores_are_float32():
     torch.testing.assert_close(out.double(), wanted, rtol=0.01, atol=0.01)
 
 
+def test_a_bias_may_be_wider_than_the_scores():
+    q, k, v, bias = Q.float(), K.float(), V.float(), OPTIONS["bias"]["mask"]
+    out, _ = sl.attention(q, k, v, mask=bias, lse=True)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, sl.attention(q, k, v, mask=bias), rtol=1e-5, atol=1e-5)
+
+
 def test_a_ring_of_blocks_is_attention_to_all():
     """Program 4: keys and values go round, each block is joined by its log-sum-exp; blocks that none sees too."""
 

@@ -677,3 +677,39 @@ def test_metadata_is_for_people_too(four: Path) -> None:
     assert (info["step"], info["mesh"], info["torch"]) == (7, "dp=2,tp=2", torch.__version__)
     assert info["leaves"]["state.p.w"] == {"dtype": "float32", "shape": [7, 5]}
     assert info["leaves"]["name"] == {"type": "str"} and "no" not in info["leaves"]
+
+
+@sl.pytree
+class Row:
+    w: Tensor = sl.spec("m/dp")
+
+
+@sl.pytree
+class Rows:
+    blocks: Row = sl.stack("layers")
+
+
+def test_a_stack_that_also_stands_where_it_is_one_leaf(tmp_path):
+    with sl.make_mesh(dp=2, simulate=True):
+        net = sl.init(Rows, sizes=dict(layers=3, m=4), key=sl.random.key(0))
+        for like in ({"alias": net.blocks.w, "net": net}, {"net": net, "alias": net.blocks.w}):
+            found = sl.restore(sl.save(tmp_path, like, step=0), like=like)
+            assert found["alias"] is found["net"].blocks.w
+            assert torch.equal(sl.gather(found["alias"]), sl.gather(net.blocks.w))
+
+
+def test_folders_of_their_own_are_refused(tmp_path):
+    """As on hosts with disks of their own; nothing is published."""
+
+    def body() -> str:
+        with sl.make_mesh(dp=2, timeout=30) as mesh:
+            here = tmp_path / str(mesh.rank)
+            here.mkdir()
+            os.chdir(here)
+            with pytest.raises(sl.ShardError) as e:
+                sl.save("saves", sl.shard(torch.ones(4), "n/dp"), step=0)
+            assert not sl.latest("saves")
+            return str(e.value)
+
+    for said in on_ranks(2, body):
+        assert "the first rank does not see `__1_0.distcp`, which others wrote; save into one folder" in said

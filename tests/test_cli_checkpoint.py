@@ -110,3 +110,14 @@ def test_what_cannot_be_done(folder: Path, capsys: pytest.CaptureFixture[str], t
     ):
         code, out = said(capsys, *args)
         assert code == 2 and out.startswith(f"shardlib checkpoint {args[0]}: ") and words in out, out
+
+
+def test_integers_are_compared_as_such_and_torn_saves_are_no_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (sl.save(tmp_path / str(i), {"n": torch.tensor([2**60 + i, 3])}, step=0) for i in (0, 1))
+    code, out = said(capsys, "diff", one, two)
+    assert code == 1 and out.startswith("n  1 of 2 differ, by at most 0, ")
+    torn = tmp_path / "c" / ".step-00000021.tmp-12345678"
+    torn.mkdir(parents=True)
+    assert said(capsys, "verify", tmp_path / "c") == (2, "shardlib checkpoint verify: there are torn saves only\n")

@@ -126,9 +126,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {  # honoured keys: a config, a value 
     "scheduler.params.lr_range_test_staircase": [(scheduled("LRRangeTest"), True, "staircase=True")],
     "fp16.enabled": [({}, True, 'precision(\n    compute="f16",\n    params="f16",\n    reduce="f16",')],
     "fp16.loss_scale": [(FP16, 128, "scale=128.0")],
-    "fp16.initial_scale_power": [(FP16, 10, "dynamic_scale(1024.0, window=1000, hysteresis=2, minimum=1.0")],
+    "fp16.initial_scale_power": [(FP16, 10, "dynamic_scale(1024.0, window=1000, hysteresis=1, minimum=1.0")],
     "fp16.loss_scale_window": [(FP16, 7, "window=7")],
-    "fp16.hysteresis": [(FP16, 7, "hysteresis=7")],
+    "fp16.hysteresis": [(FP16 | {"zero_optimization": {"stage": 1}}, 7, "hysteresis=7")],
     "fp16.consecutive_hysteresis": [(FP16, True, "consecutive=True")],
     "fp16.min_loss_scale": [(FP16, 7, "minimum=7.0")],
     "bf16.enabled": [({}, True, 'precision(compute="bf16", params="bf16", reduce="bf16", scale=1.0)')],
@@ -320,7 +320,7 @@ def test_auto_that_is_not_given_is_named_with_the_argument_that_gives_it():
         (scheduled("WarmupDecayLR"), "`scheduler.params.total_num_steps` is missing: WarmupDecayLR needs it"),
         (
             scheduled("WarmupDecayLR", total_num_steps=9),
-            "`scheduler.params.total_num_steps` = 9: more than the 1000 of the warm-up",
+            "`scheduler.params.total_num_steps` = 9: a number above the 1000 of the warm-up is expected",
         ),
         (
             {"scheduler": {"type": "WarmupLR"}},

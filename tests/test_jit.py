@@ -118,6 +118,19 @@ def test_static_arguments_and_constants():
         assert [z.local(1)[1].item() for z in zero] == [torch.inf, -torch.inf]
 
 
+def test_static_arguments_in_any_order_and_defaults_left_out():
+    def f(x: Any, a: int, b: int = 1, c: int = 0, *, flag: bool = False) -> Any:
+        return x * a + 10 * b + 100 * c + 1000 * flag
+
+    with mesh(dp=1):
+        for numbers in ((2, 1), (3, 1, 2), (-1, 1)):
+            g = sl.jit(f, static_argnums=numbers)
+            for args, words in (((3,), {}), ((3, 2), {}), ((3,), {"c": 4}), ((3, 2), {"c": 4})):
+                assert torch.equal(g(torch.ones(2), *args, **words), f(torch.ones(2), *args, **words))
+        with pytest.raises(sl.SpecError, match="`flag` is taken by keyword alone"):
+            sl.jit(f)(torch.ones(2), 3, flag=True)
+
+
 def test_constants_are_known_by_type_and_value():
     """1, True, 1.0, 0.0 and -0.0 are programs of their own, NaN one; so they are in static arguments."""
     said = [1, True, 1.0, 0.0, -0.0, 1j, float("nan"), (1,), (1.0,)]

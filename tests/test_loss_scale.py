@@ -149,7 +149,8 @@ class DeepSpeed:
         else:
             if self.consecutive:
                 self.left = self.full
-            if (self.now - self.last) % self.window == 0:
+            stable = self.now - self.last - 1
+            if stable > 0 and stable % self.window == 0:
                 if not self.consecutive:
                     self.left = self.full
                 self.scale *= 2

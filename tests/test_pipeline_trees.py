@@ -218,3 +218,42 @@ def test_stages_restore_into_stages_of_other_numbers_and_into_lists(tmp_path: Pa
                 found = sl.gather(sl.restore(path, like=like))
             for a, b in zip(tree.leaves(found), [p["embed"], *tree.leaves(wanted)], strict=True):
                 assert torch.equal(a, b), (form, other)
+
+
+# ---- one leaf at both ends
+
+
+@sl.pytree
+class Ends:
+    ends: dict[str, Tensor] = sl.stack("n")
+    blocks: dict[str, Tensor] = sl.stack("layers/pp")
+
+
+def test_both_ends_use_a_stacked_leaf_in_ways_of_their_own() -> None:
+    """Layer by layer in the first function, whole in the last."""
+    w, m = torch.randn(2, 3, dtype=torch.float64) / 2, torch.randn(4, 3, dtype=torch.float64) / 2
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def begin(p: Any, mb: Tensor) -> Tensor:
+        return sl.scan(lambda h, w: (torch.tanh(h * w["w"]), None), mb, p.ends)[0]
+
+    def each(blocks: Any, h: Tensor, mb: Tensor) -> Tensor:
+        return sl.scan(lambda h, w: (h + torch.tanh(h * w["m"]), None), h, blocks)[0]
+
+    def end(p: Any, h: Tensor, mb: Tensor) -> sl.Mean:
+        return sl.Mean.of("batch/dp model", (h * p.ends["w"].sum(0)) ** 2)
+
+    leaves = w.clone().requires_grad_(), m.clone().requires_grad_()
+    h = x
+    for one in leaves[0]:
+        h = torch.tanh(h * one)
+    for one in leaves[1]:
+        h = h + torch.tanh(h * one)
+    wanted = torch.autograd.grad(((h * leaves[0].sum(0)) ** 2).mean(), leaves)
+    step = sl.step(sl.pipeline(begin, each, end, schedules.one_f_one_b(2)), sl.optim.sgd(1.0))
+    specs = Ends(ends={"w": sl.stack("model", "n")}, blocks={"m": sl.stack("model", "layers/pp")})
+    with sl.make_mesh(dp=1, pp=1, simulate=True):
+        state = step.init(sl.shard(Ends(ends={"w": w}, blocks={"m": m}), specs))
+        new, _ = step(state, sl.shard(x, "batch/dp model"))
+        for old, now, g in zip((w, m), tree.leaves(sl.gather(new.params)), wanted, strict=True):
+            torch.testing.assert_close(old - now, g, rtol=0, atol=1e-12)

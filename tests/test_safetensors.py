@@ -133,3 +133,18 @@ def test_what_cannot_be_written_or_read(path: Path, tmp_path: Path) -> None:
     with pytest.raises(sl.TreeError, match=r"there is no \.safetensors file in"):
         safe.load(tmp_path / "z", tmp_path / "y")
     assert not (tmp_path / "x.safetensors").exists() and not (tmp_path / "y").exists()
+
+
+def test_a_folder_of_an_older_export_is_left_alone(path: Path, tmp_path: Path) -> None:
+    safe.save(path, tmp_path / "out", limit=64)
+    with pytest.raises(sl.TreeError, match="holds safetensors files, which would be read with these"):
+        safe.save(path, tmp_path / "out")
+
+
+def test_what_cannot_be_stacked_or_written_is_named(tmp_path: Path) -> None:
+    odd = {"a": [torch.ones(2), torch.ones(3)], "z": torch.ones(2, dtype=torch.complex128)}
+    saved = sl.save(tmp_path / "saves", odd, step=0)
+    with pytest.raises(sl.TreeError, match=r"`all` would stack layers of `float32 \(2,\)` and `float32 \(3,\)`"):
+        safe.save(saved, tmp_path / "x.safetensors", {"a.*": "all"}, only="a.**")
+    with pytest.raises(sl.TreeError, match="`z` is complex128, which has no place in safetensors"):
+        safe.save(saved, tmp_path / "x.safetensors")

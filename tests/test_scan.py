@@ -15,7 +15,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import log, passes, tree
 from shardlib.cli.hang import report
-from shardlib.graph.nodes import STARTS
+from shardlib.graph.nodes import STARTS, WAIT
 from shardlib.scan import lifted
 from tests.ranks import on_ranks
 
@@ -429,3 +429,24 @@ def test_a_weight_may_come_out_of_a_loop(nested: bool):
             == (1 + nested) * 2 * (draw(4, 8, 3).abs() > 0.25).sum()
         )
         torch.testing.assert_close(sl.gather(got[0].params), sl.gather(plain[0].params), rtol=1e-12, atol=1e-12)
+
+
+def test_what_no_turn_takes_is_not_left_on_the_wire():
+    """A scatter in the body whose result nobody reads."""
+
+    def body(c: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        return torch.tanh(c), sl.psum_scatter("rows n +tp -> rows/tp n", c)
+
+    def f(x: Tensor) -> Tensor:
+        return sl.scan(body, x, None, length=3)[0]
+
+    run = sl.shard_map(f, in_specs="batch model/tp", out_specs="batch model/tp")
+    with sl.make_mesh(tp=2, simulate=True):
+        x = sl.shard(torch.randn(4, 6, dtype=torch.float64), "batch model/tp")
+        lowered = sl.jit(run).lower(x)
+        for module in lowered.module.modules():
+            for node in getattr(module, "graph", torch.fx.Graph()).nodes:
+                if node.target in STARTS:
+                    assert any(u.target is WAIT for u in node.users)
+        assert lowered.memory().total > 0
+        assert torch.equal(sl.gather(sl.jit(run)(x)), sl.gather(run(x)))

@@ -87,3 +87,28 @@ def test_stochastic_rounding_needs_no_masters() -> None:
     params, specs = forms[0]
     nearest, _ = trained(plain, params, [tree.map_(torch.ones_like, params)] * 4, specs)
     assert torch.equal(nearest["w"], ones), "to nearest they are lost"
+
+
+@sl.pytree
+class Line:
+    w: torch.Tensor = sl.spec("a/dp b", dtype=torch.bfloat16)
+
+
+@sl.pytree
+class Lines:
+    lines: Line = sl.stack("layers")
+
+
+def test_stochastic_rounding_draws_for_every_layer_its_own() -> None:
+    """A stack of a class as a list of its layers; layers of a list that have other shapes."""
+    ours = optim.stochastic_rounding(optim.sgd(2.0**-11))
+    ones = torch.ones(3, 16, 64, dtype=torch.bfloat16)
+
+    def rounded(params: Any, specs: Any) -> list[torch.Tensor]:
+        return tree.leaves(trained(ours, params, [tree.map_(torch.ones_like, params)], specs)[0])
+
+    (stacked,) = rounded(Lines(lines=Line(w=ones)), sl.specs(Lines))
+    listed = {"lines": [Line(w=w) for w in ones]}
+    assert torch.equal(stacked, torch.stack(rounded(listed, {"lines": [sl.specs(Line)] * 3})))
+    a, b = rounded([ones[0], ones[0].view(8, 128)], ["a b", "a b"])
+    assert not torch.equal(a.flatten(), b.flatten()) and not torch.equal(a.flatten()[512:], b.flatten()[:512])

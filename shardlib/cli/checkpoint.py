@@ -100,7 +100,7 @@ def _diff(args: Namespace) -> int:
     for (name, x), (_, y) in zip(one.values(alike), two.values(alike), strict=True):
         if said := difference(x, y):
             rows.append((name, said))
-    print("\n".join(_columns(rows)) or f"{len(alike)} leaves, bit for bit the same")
+    print("\n".join(_columns(rows)) or f"{len(alike)} leaves, all equal")
     return int(bool(rows))
 
 
@@ -108,19 +108,22 @@ def difference(x: Any, y: Any) -> str:
     """How two values of one dtype and shape differ; empty where they are equal. NaNs are equal to each other."""
     if not isinstance(x, Tensor):
         return "" if repr(x) == repr(y) else f"{x!r}, then {y!r}"
-    x, y = (v if v.dtype.is_complex or v.dtype == torch.bool else v.double() for v in (x, y))
     differ = (x != y) & ~((x != x) & (y != y))
     if not (count := int(differ.sum())):
         return ""
     if x.dtype == torch.bool:
         return f"{count} of {x.numel()} differ"
-    apart, size = (x - y)[differ].abs(), torch.stack([x[differ].abs(), y[differ].abs()]).amax(0)
-    return f"{count} of {x.numel()} differ, by at most {apart.max():.3g}, relatively {(apart / size).max():.3g}"
+    n = x.numel()
+    x, y = (v[differ] if v.dtype.is_complex else v[differ].double() for v in (x, y))
+    apart, size = (x - y).abs(), torch.stack([x.abs(), y.abs()]).amax(0)
+    return f"{count} of {n} differ, by at most {apart.max():.3g}, relatively {(apart / size).max():.3g}"
 
 
 def _verify(args: Namespace) -> int:
-    damaged = False
-    for path in (p for given in args.paths for p in _saves(given)):
+    paths, damaged = [p for given in args.paths for p in _saves(given)], False
+    if not paths:
+        raise TreeError("there are torn saves only")
+    for path in paths:
         try:
             found = contents(path)
             lines = found.verify()

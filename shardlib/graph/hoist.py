@@ -50,7 +50,7 @@ def hoist(module: GraphModule) -> GraphModule:
         dead_code(child)
         for wait in [n for n in child.graph.nodes if n.target is WAIT]:
             chain = _returned(wait)
-            if chain is not None:
+            if chain is not None and _taken(child.graph, chain, calls):
                 _after(child.graph, chain, calls)
         dead_code(child)
     return dead_code(module)
@@ -94,6 +94,12 @@ def _returned(wait: Node) -> list[Node] | None:
         found += [u for u in n.users if u not in found and u.all_input_nodes == [n] and _arranges(u)]
     mine = arg(wait).op == "call_function" and len(arg(wait).users) == 1
     return found if mine and all(u in found or u.op == "output" for n in found for u in n.users) else None
+
+
+def _taken(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> bool:
+    """Whether every call reads a result that the chain makes: else nothing would wait there for what is started."""
+    at = {i for i, end in enumerate(outputs(graph)) if end in chain}
+    return all(any(u.target is getitem and u.args[1] in at and u.users for u in call.users) for call in calls)
 
 
 def _arranges(node: Node) -> bool:

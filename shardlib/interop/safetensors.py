@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardlib import checkpoint, tree
 from shardlib.contents import Contents, contents
-from shardlib.errors import ShardError, TreeError
+from shardlib.entries import say
+from shardlib.errors import ShardError, TreeError, listing
 from shardlib.interop.names import Names
 from shardlib.saving import finish
 
@@ -52,10 +53,18 @@ def save(
             )
     tied = {name: own for name, own in found.tied.items() if name in kept and own in kept}
     theirs = Names.of(names).theirs([name for name in kept if name not in plain and name not in tied])
+    for name, held in theirs.items():
+        kinds = sorted({say(found.leaves[n]) for n in ([held] if isinstance(held, str) else held)})
+        if len(kinds) > 1:
+            raise TreeError(f"`{name}` would stack layers of {listing(kinds)}: give them a pattern that names each")
+        if kinds[0].startswith("complex128"):
+            raise TreeError(f"`{name}` is complex128, which has no place in safetensors: leave it out, only=")
     about = {"step": found.step, "plain": plain, "tied": tied}
     metadata = {"format": "pt", "shardlib": json.dumps(about)}
     parts, files = _parts(found, theirs, dtype, limit), []
     alone = target.suffix == ".safetensors"
+    if not alone and any(target.glob("*.safetensors*")):
+        raise TreeError(f"{target} holds safetensors files, which would be read with these: name another folder")
     if alone and len(parts) > 1:
         raise TreeError(f"{target} would hold more than {limit} bytes: name a folder, or give a larger limit=")
     (target.parent if alone else target).mkdir(parents=True, exist_ok=True)

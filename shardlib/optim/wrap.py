@@ -141,7 +141,8 @@ def _drawn(root: Tensor, leaf: Leaf, path: str, x: Tensor) -> tuple[Tensor, Tens
     numbered as those of a stack are; padding has numbers, too."""
     names = path.split(".")
     *levels, layer = [0, *(int(n) for n in names if n.isdigit())]
-    key = random.fold_in(root, zlib.crc32(".".join(n for n in names if not n.isdigit()).encode()))
+    own = ".".join(n for n in names if not n.isdigit() and n != "*")  # layers of one shape share a key
+    key = random.fold_in(root, zlib.crc32(f"{own} {tuple(leaf.shape[leaf.spec.stacked :])}".encode()))
     for number in levels[1:]:
         key = random.fold_in(key, number)
     starts: list[int | Tensor] = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -28,7 +28,6 @@ def stacked_over(spec: Spec, axis: str) -> bool:
     return any(axis in d.axes for d in spec.dims[: spec.stacked])
 
 
-@lru_cache(maxsize=64)
 def on(schedule: Schedule | Callable[[int], Schedule], ranks: int) -> Schedule:
     """The schedule for so many ranks."""
     return schedule if isinstance(schedule, Schedule) else schedule(ranks)

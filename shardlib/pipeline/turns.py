@@ -198,7 +198,7 @@ class _Turn:
             x = sums.get(key)
             layers = [sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in sums]
             if layers:
-                x = torch.stack(layers)
+                x = torch.stack(layers) if x is None else x + torch.stack(layers)  # one end may use the leaf whole
             if x is None:
                 x = torch.zeros(m.shape, dtype=m.dtype, device=m.device)
             elif key[0] == "own" and x.shape[0] < m.shape[0]:

@@ -68,14 +68,14 @@ def _uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, held)
+        signal.signal(signal.SIGINT, held or signal.SIG_DFL)
         for number in came[:1]:
             signal.raise_signal(number)
 
 
 def _child(rank: int, folder: Path, body: Callable[[int], Any], interrupted: Any) -> None:
     try:
-        signal.signal(signal.SIGINT, interrupted)
+        signal.signal(signal.SIGINT, interrupted or signal.SIG_DFL)  # None: not set from Python
         torch.set_num_threads(1)  # OpenMP does not survive a fork
         (folder / f"result{rank}").write_bytes(pickle.dumps(body(rank)))
         if dist.is_initialized():

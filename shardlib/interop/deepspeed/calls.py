@@ -1,5 +1,6 @@
 """Calls of the library as data: what `load` makes and `explain` prints is one thing."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -73,7 +74,7 @@ def code(x: Any, indent: int = 0, used: int = 0) -> str:
         return _bracketed("[", [("", a) for a in x], "]", indent, used)
     if isinstance(x, dict):
         return _bracketed("{", [(f"{code(k)}: ", v) for k, v in x.items()], "}", indent, used)
-    return f'"{x}"' if isinstance(x, str) and '"' not in x else repr(x)
+    return json.dumps(x, ensure_ascii=False) if isinstance(x, str) else repr(x)
 
 
 def _bracketed(head: str, items: list[tuple[str, Any]], tail: str, indent: int, used: int) -> str:

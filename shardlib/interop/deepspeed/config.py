@@ -171,7 +171,7 @@ def _precision(settings: Settings) -> Call | None:
             "dynamic_scale",
             2.0 ** min(settings.get("fp16.initial_scale_power", 16), 1000),  # no scale, and yet a number
             window=int(settings.get("fp16.loss_scale_window", 1000)),
-            hysteresis=int(settings.get("fp16.hysteresis", 2)),
+            hysteresis=int(settings.get("fp16.hysteresis", 2)) if settings.get("zero_optimization.stage") else 1,
             minimum=float(settings.get("fp16.min_loss_scale", 1)),
             consecutive=settings.get("fp16.consecutive_hysteresis", False),
         )

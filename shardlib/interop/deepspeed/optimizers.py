@@ -98,6 +98,11 @@ def _lion(settings: Settings, kind: str, rate: Any) -> Call:
 
 
 def _sgd(settings: Settings, kind: str, rate: Any) -> Call:
+    for name in ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"):
+        if f"scheduler.params.{name}" in settings.given:
+            settings.notes[f"scheduler.params.{name}"] = (
+                "SGD's momentum stays, as in DeepSpeed, which moves betas alone"
+            )
     momentum, decay = _param(settings, "momentum", 0.0), _param(settings, "weight_decay", 0.0)
     made = call("optim.sgd", rate, momentum=momentum, nesterov=_param(settings, "nesterov", False))
     return call("optim.chain", call("optim.add_decayed_weights", decay), made) if decay else made
@@ -174,7 +179,9 @@ def _warmup(settings: Settings, kind: str, lr: float | None) -> Call | None:
         )
         return None
     if total is not None and total <= n:
-        settings.problems.append(f"`scheduler.params.total_num_steps` = {total}: more than the {n} of the warm-up")
+        settings.problems.append(
+            f"`scheduler.params.total_num_steps` = {total}: a number above the {n} of the warm-up is expected"
+        )
         return None
     steps = None if total is None else int(total)
     if kind == "WarmupCosineLR":

@@ -84,7 +84,7 @@ fp16.enabled | bool auto=fp16 | honoured |
 fp16.loss_scale | number>=0 | honoured | 0: `dynamic_scale`; else a scale that stays
 fp16.initial_scale_power | int>=0 | honoured | `dynamic_scale(2.0**power)`
 fp16.loss_scale_window | int>0 | honoured | `window`
-fp16.hysteresis | int>0 | honoured | `hysteresis`
+fp16.hysteresis | int>0 | honoured | `hysteresis`; 1 without ZeRO, as in DeepSpeed
 fp16.consecutive_hysteresis | bool | honoured | `consecutive`
 fp16.min_loss_scale | number>=0 | honoured |
     `minimum`; a step raises after 50 skips in a row, not at the first one at the minimum
