@@ -1,5 +1,6 @@
 """saving.py: saves beside the run hold what was there when they began, and none that fails is forgotten."""
 
+import gc
 import os
 import re
 import subprocess
@@ -52,6 +53,7 @@ def test_c41_what_is_donated_or_overwritten_meanwhile_is_saved_as_it_was(tmp_pat
             folder = tmp_path / ("ranks" if dist.is_initialized() else "simulated")
             saving = sl.save(folder, state, step=4, wait=False)
             assert isinstance(saving, sl.Saving) and not saving.done() and "under way" in repr(saving)
+            gc.collect()  # what is held is copied, were it by garbage
             state = add(state)
             assert [x.shards[0].data_ptr() for x in state.values()] == at, "written in place"
             for x in state.values():

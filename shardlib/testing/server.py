@@ -72,6 +72,7 @@ def _server(pid: int) -> tuple[Connection, subprocess.Popen[bytes]]:
 def serve(fd: int) -> None:
     """The server: runs what comes through the pipe `fd`, one function after the other, while its parent lives."""
     parent = Connection(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts tests in the background has it ignored
     torch.compile(serve)  # compiles nothing, but imports what torch.func needs: seconds, which each rank would take
 
     def body(rank: int) -> Any:
