@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -73,10 +74,18 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(number)
 
 
+def _compile_here() -> None:
+    """Inductor compiles in this process: the workers that it has started before a fork answer to the parent alone."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    if config := sys.modules.get("torch._inductor.config"):
+        config.compile_threads = 1
+
+
 def _child(rank: int, folder: Path, body: Callable[[int], Any], interrupted: Any) -> None:
     try:
         signal.signal(signal.SIGINT, interrupted or signal.SIG_DFL)  # None: not set from Python
         torch.set_num_threads(1)  # OpenMP does not survive a fork
+        _compile_here()
         (folder / f"result{rank}").write_bytes(pickle.dumps(body(rank)))
         if dist.is_initialized():
             dist.barrier()  # nobody leaves while another still needs it
