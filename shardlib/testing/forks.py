@@ -76,7 +76,6 @@ def _uninterrupted() -> Iterator[None]:
 
 def _compile_here() -> None:
     """Inductor compiles in this process: the workers that it has started before a fork answer to the parent alone."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None:
         config.compile_threads = 1
