@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare [--size small] [--peers "DDP,shardlib dp"] [--rounds 5] [--link 1gbit] [--spent]
 
-Every peer is set up once, stays alive and takes its turn, a few steps each round (A B C A B C ...); its time in a round
-is divided by that of `single` in the same round: one process per core, the local batch, no communication. Medians of
-these ratios, with the least and the largest. CPU time is that of both processes; it does not see waiting, and is the
+Layout after layout, the peers of one are set up once, stay alive and take turns, a few steps each round (A B C A B C
+...); a peer's time in a round is divided by that of `single` in the same round: one process per core, the local batch,
+no communication. Medians of these ratios, with the least and the largest. CPU time is that of both processes; it does not see waiting, and is the
 steadier of the two on a shared machine. `--link`: on two hosts (network namespaces) joined by a link of that rate; then
 `bound` is what benchmarks/bound.py computes for the layout.
 """
@@ -173,10 +173,13 @@ def main() -> None:
     unknown = [n for n in names if n not in PEERS]
     if unknown:
         parser.error(f"unknown peers {unknown}; there are {list(PEERS)}")
-    names = list(dict.fromkeys([BASE, *names]))
+    layouts = dict.fromkeys(PEERS[n][2] for n in names)
     args.logs.mkdir(parents=True, exist_ok=True)
     lower = bounds(*measured(SIZES[args.size]), args.link) if args.link else {}
-    found = measure(names, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
+    found: dict[str, Any] = {}
+    for layout in layouts:
+        group = [BASE, *(n for n in names if PEERS[n][2] == layout and n != BASE)]
+        found |= measure(group, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
         + (f"link {args.link}" if args.link else "loopback")
@@ -184,13 +187,12 @@ def main() -> None:
     print(
         f"{'':<26}{'':<17}{'wall / single':>22}{'CPU / single':>22}{'s/step':>8}{'first s':>9}{'loss':>9}{'bound':>7}"
     )
-    for name in names:
-        f = found[name]
+    for name, f in found.items():
         times = f"{statistics.median(f['seconds']):>8.2f}{f['first']:>9.1f}{f['loss']:>9.4f}"
         bound = f"{lower[PEERS[name][2]]:7.2f}" if PEERS[name][2] in lower else ""
         print(f"{name:<26}{PEERS[name][2]:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
     if args.spent:
-        print(table({name: found[name]["spent"] for name in names}))
+        print(table({name: f["spent"] for name, f in found.items()}))
     if args.json:
         print(
             json.dumps(
