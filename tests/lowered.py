@@ -72,13 +72,18 @@ def values(run: Any, state: Any, batch: Any) -> list[Tensor]:
     return [*tree.leaves(sl.gather(state.params)), metrics["loss"], metrics["grad_norm"]]
 
 
-def assert_same(
-    step: Any, use: Sequence[passes.Pass], bitwise: bool = True, dtype: torch.dtype = torch.float64
-) -> None:
+def compared(
+    step: Any, *uses: Sequence[passes.Pass], bitwise: bool = True, dtype: torch.dtype = torch.float64
+) -> list[GraphModule]:
+    """The program without passes, and after each list of them, all of which give the same values."""
     state, batch = state_and_batch(step, dtype)
-    plain, got = values(sl.jit(step, passes=[]), state, batch), values(sl.jit(step, passes=use), state, batch)
-    for a, b in zip(plain, got, strict=True):
-        assert torch.equal(a, b) if bitwise else (a - b).abs().max() <= 5e-6 * a.abs().max()
+    runs = [sl.jit(step, passes=use) for use in ([], *uses)]
+    plain, *others = (values(run, state, batch) for run in runs)
+    close = 1e-12 if dtype == torch.float64 else 5e-6
+    for got in others:
+        for a, b in zip(plain, got, strict=True):
+            assert torch.equal(a, b) if bitwise else (a - b).abs().max() <= close * a.abs().max()
+    return [run.traces[0].module for run in runs]
 
 
 def bucketed(limit: int) -> passes.Pass:

@@ -53,7 +53,7 @@ def test_plain_arguments_are_not_written_into(donate):
     x = torch.ones(3)
     with (
         mesh(dp=2),
-        pytest.raises(sl.SpecError, match=r"f: `add_` writes in place into the argument `0` at .*test_jit") as e,
+        pytest.raises(sl.SpecError, match=r"f: `add_` writes in place into the argument `0` at .*test_donation") as e,
     ):
         sl.jit(f, donate_argnums=donate)(x)
     assert "x.view(-1)[1:].add_(1)" in str(e.value) and torch.equal(x, torch.ones(3))

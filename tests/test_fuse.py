@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import MESH, Net, assert_same, loss, lowered, rematted, state_and_batch, train
+from lowered import MESH, Net, compared, loss, lowered, rematted, state_and_batch, train
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,7 +33,7 @@ def test_fuse_makes_one_graph_of_equal_groups():
         assert torch.equal(sl.gather(sl.jit(run, passes=[passes.fuse])(*args)), sl.gather(run(*args)))
     with sl.make_mesh(MESH, simulate=True):
         for step in (train(), train(f=rematted), train(accumulate=2)):
-            assert_same(step, [passes.dedupe, passes.overlap, passes.fuse])
+            compared(step, [passes.dedupe, passes.overlap, passes.fuse])
 
 
 @pytest.mark.parametrize("join", [torch.stack, torch.cat])

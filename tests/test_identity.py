@@ -144,16 +144,18 @@ def recursive(n: int) -> Any:
     return recursive(n - 1) if n in {1, 2, 3, "a", None} else math.cos(n) + len([torch.nn.functional.gelu, einops])
 
 
+def of_many() -> str:
+    return identity([recursive, Config(0.1), Scale, loss, sl.step(loss, sl.optim.adamw(1.0))])
+
+
 def test_it_is_the_same_in_every_process():
-    code = "import test_identity as t; from shardlib.identity import identity\n"
-    code += "print(identity([t.recursive, t.Config(0.1), t.Scale, t.loss, t.sl.step(t.loss, t.sl.optim.adamw(1.0))]))"
-    root = Path(sl.__file__).parent.parent
-
-    def run(seed: str) -> str:
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
-        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-
-    assert run("1") == run("2") != ""
+    """Also in one whose strings hash otherwise."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": path}
+    code = f"import {__name__} as t; print(t.of_many())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{of_many()}\n"
 
 
 def unknown(f: Any) -> str:

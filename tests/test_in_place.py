@@ -16,9 +16,11 @@ from shardlib import passes, tree
 from shardlib.graph.nodes import WAIT
 
 
-@pytest.mark.parametrize("options", [{}, dict(accumulate=2)], ids=str)
-@pytest.mark.parametrize("adam", [True, False])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "adam", "options"),
+    [(0, True, {}), (3, False, {}), (0, False, dict(accumulate=2)), (3, True, dict(accumulate=2))],
+    ids=str,
+)
 def test_in_place_updates_a_donated_state(stage, adam, options):
     """The addresses of what is at rest stay, values are those of the other program; accumulators are written into."""
     optimizer = sl.optim.adamw(0.1, weight_decay=0.1) if adam else sl.optim.sgd(0.1)

@@ -210,13 +210,12 @@ def test_first_update_bad_logits_and_randomness_on_a_gpu():
 def test_bodies_compile_ahead_of_time_and_spill_nothing(tmp_path):
     """For sm_80 and sm_90, without a GPU; in a process of its own, where bodies are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "benchmarks.kernels", "--json"]
+    command = [sys.executable, "-m", "benchmarks.kernels", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert {(r["kernel"], r["target"]) for r in rows} == {
-        (c.name, f"sm_{t}") for c in compiler.cases() for t in compiler.TARGETS
-    }
+    assert [r["kernel"] for r in rows] == [c.name for c in compiler.cases()]
+    assert {r["target"] for r in rows} == {f"sm_{t}" for t in compiler.TARGETS}
     assert {r["kernel"].split()[0] for r in rows} == {
         *("rms_norm", "rms_norm_backward", "adamw", "adamw_", "adamw_all_"),
         *("token_scores", "token_scores_backward", "threefry"),

@@ -45,13 +45,6 @@ def run_of(stop: Any = None) -> Any:
     return sl.jit(sl.shard_map(two, in_specs=None, out_specs="batch m"), passes=passes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """What tracing imports is imported before ranks are forked."""
-    with sl.make_mesh(AXES, simulate=True):
-        run_of().lower(*inputs())
-
-
 def test_every_collective_starts_and_is_waited_for(monkeypatch, tmp_path):
     def body() -> int:
         with sl.make_mesh(AXES):

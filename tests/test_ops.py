@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from patterned import MESHES, X, check, run
 from torch import Tensor
 
 import shardlib as sl
 
 R = torch.Generator().manual_seed(1)
-MESHES = (dict(dp=2, tp=2), dict(tp=4, dp=1))
 
 
 def draw(*shape: int) -> Tensor:
@@ -22,7 +22,6 @@ def einsum(pattern: str, plain: str, *shapes: tuple[int, ...]) -> tuple[Any, ...
     return lambda *xs: sl.einsum(pattern, *xs), lambda *xs: torch.einsum(plain, *xs), args, right.strip()
 
 
-X = draw(4, 6, 8)
 SUM = "b/dp s d/tp -> b/dp s +tp"
 RIGHT: dict[str, Any] = {
     "einsum, nothing split": einsum("a b, b c -> a c", "ab,bc->ac", (3, 5), (5, 7)),
@@ -87,9 +86,7 @@ RIGHT: dict[str, Any] = {
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_against_one_process(name: str, mesh: dict[str, int]) -> None:
-    f, plain, given, out = RIGHT[name]
-    args, specs = zip(*given, strict=True)
-    sl.testing.check(f, plain, mesh=mesh, in_specs=specs, out_specs=out, args=args)
+    check(RIGHT[name], mesh)
 
 
 def test_trees() -> None:
@@ -97,9 +94,7 @@ def test_trees() -> None:
         got = sl.all_gather("b/dp ... -> b ...", {"a": x, "b": [x * 2, None]}, invariant=True)
         return sl.psum("q s d +tp -> q s d", {}) or [got["a"], got["b"][0] / 2, got["b"][1]]
 
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
-        a, b, none = sl.gather(sl.shard_map(body, in_specs=None, out_specs="b s d/tp")(*args))
+    a, b, none = run(body, "b s d/tp")
     assert torch.equal(a, X) and torch.equal(b, X) and none is None
 
 
@@ -117,13 +112,9 @@ def test_assume() -> None:
         g = sl.grad(lambda w: sl.psum((sl.assume("d e", w * 2) * constant).sum() * x.sum(), ("dp", "tp")))(w)
         return constant + 0 * w[0], summed, sl.pmax(whole, ("dp", "tp")), g
 
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
-        specs = ("e", "b/dp s q", "b s d", "d e")
-        constant, summed, whole, g = sl.gather(sl.shard_map(body, in_specs=None, out_specs=specs)(*args))
-        lie = sl.shard_map(lambda x: sl.pmax(sl.assume("q s d/tp", x), "tp"), in_specs=None, out_specs="q s d")
-        with pytest.raises(sl.RankError, match="says equal over `dp`, but this rank's value is not that of index"):
-            lie(args[0])
+    constant, summed, whole, g = run(body, ("e", "b/dp s q", "b s d", "d e"))
     assert torch.equal(constant, CONSTANT) and torch.equal(whole, X)
     torch.testing.assert_close(summed, X[..., :4] + X[..., 4:])
     torch.testing.assert_close(g, (2 * X.sum() * CONSTANT).expand(8, 5))
+    with pytest.raises(sl.RankError, match="says equal over `dp`, but this rank's value is not that of index"):
+        run(lambda x, w: sl.pmax(sl.assume("q s d/tp", x), "tp"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import MESH, Layer, Net, assert_same, block, bucketed, loss, lowered, ops, rematted, state_and_batch, train
+from lowered import MESH, Layer, Net, block, bucketed, compared, loss, lowered, ops, rematted, state_and_batch, train
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -32,21 +32,17 @@ def test_dedupe_makes_a_gather_once_but_not_what_remat_makes_again():
         assert torch.equal(sl.gather(sl.jit(f, passes=[passes.dedupe])(w, x)), sl.gather(f(w, x)))
 
         step = train(f=rematted)
-        plain, once = (ops(lowered(step, *state_and_batch(step), use=use)) for use in ([], [passes.dedupe]))
+        plain, once = map(ops, compared(step, [passes.dedupe]))
         assert plain.count("all_gather") == once.count("all_gather") == 2 * 2 * 2 + 1
-        assert_same(step, [passes.dedupe])
 
 
 def test_regather_gathers_again_in_the_backward_pass():
     with sl.make_mesh(MESH, simulate=True):
-        step = train()
-        plain, again = (ops(lowered(step, *state_and_batch(step), use=use)) for use in ([], [passes.regather]))
+        plain, again = map(ops, compared(train(), [passes.regather]))
         assert plain.count("all_gather") == 5  # 2 layers of 2 split leaves and the head
-        assert (
-            again.count("all_gather") == 5 + 3
-        )  # not the first, whose input needs no gradient, and not the last, the head
+        # not the first, whose input needs no gradient, and not the last, the head
+        assert again.count("all_gather") == 5 + 3
         assert [o for o in again if o != "all_gather"] == [o for o in plain if o != "all_gather"]
-        assert_same(step, [passes.regather])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -70,9 +66,7 @@ def first_use(module: GraphModule, start: Any) -> Any:
 
 def test_overlap_waits_late_and_gathers_one_ahead():
     with sl.make_mesh(MESH, simulate=True):
-        step = train()
-        use = [passes.regather, bucketed(1), passes.overlap]
-        module = lowered(step, *state_and_batch(step), use=use)
+        _, module = compared(train(), [passes.regather, bucketed(1), passes.overlap])
         nodes = list(module.graph.nodes)
         at = {n: i for i, n in enumerate(nodes)}
         starts = [n for n in nodes if STARTS.get(n.target) == "all_gather"]
@@ -87,7 +81,6 @@ def test_overlap_waits_late_and_gathers_one_ahead():
         for n in nodes:
             if n.target is WAIT and STARTS.get(n.args[0].target) == "psum_scatter":
                 assert "backward" not in min(n.users, key=at.__getitem__).meta, "waited for in the optimizer"
-        assert_same(step, use)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -99,15 +92,33 @@ def test_overlap_issues_a_gather_before_its_wait(ahead):
         return sl.Mean.of("batch/dp classes", torch.tanh(batch @ (head * scale)) ** 2)
 
     with sl.make_mesh(dp=4, tp=1, simulate=True):
-        assert_same(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
+        compared(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
 
 
-@pytest.mark.parametrize("options", [{}, dict(clip=0.5), dict(accumulate=2)], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+EACH = [*((stage, {}) for stage in range(4)), (3, dict(clip=0.5)), (0, dict(accumulate=2)), (3, dict(accumulate=2))]
+
+
+@pytest.mark.parametrize(("stage", "options"), EACH, ids=str)
 def test_all_of_them(stage, options):
     with sl.make_mesh(MESH, simulate=True):
-        assert_same(train(stage, **options), passes.default, bitwise=False)
-        assert_same(train(stage, **options), [passes.dedupe, passes.regather, passes.overlap])
+        compared(train(stage, **options), passes.default, bitwise=False)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_those_that_move_no_sums_keep_bits(accumulate):
+    with sl.make_mesh(MESH, simulate=True):
+        compared(train(accumulate=accumulate), [passes.dedupe, passes.regather, passes.overlap])
+
+
+def test_backends_leave_out_what_they_do_themselves():
+    names = {
+        backend: [one.__name__ for one in passes.for_backend(passes.default, backend)]
+        for backend in ("graph", "regional", "inductor", "cudagraph")
+    }
+    assert names["graph"] == [one.__name__ for one in passes.default]
+    assert names["regional"] == "dedupe regather bucket hoist overlap fuse in_place reuse join".split()
+    assert names["inductor"] == "dedupe regather bucket hoist overlap in_place".split()
+    assert names["cudagraph"] == "dedupe regather bucket hoist overlap in_place reuse".split()
 
 
 @sl.pytree

@@ -6,22 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from patterned import run
 from torch import Tensor
 
 import shardlib as sl
 
 NOT_A_TENSOR: Any = 3
-
-X = torch.arange(192, dtype=torch.float64).sin().view(4, 6, 8)
-W = torch.arange(40, dtype=torch.float64).cos().view(8, 5)
-
-
-def run(body: Callable[[Tensor, Tensor], Any]) -> Any:
-    """`body(x, w)`: x is `b/dp s d/tp` of (4, 6, 8), w is `d e` of (8, 5)."""
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(W, "d e")
-        return sl.gather(sl.shard_map(body, in_specs=None, out_specs="...")(*args))
-
 
 SIZES = r"\n  sizes:   b=4 s=6 d=8 e=5; mesh dp=2 tp=2\n  at .*test_patterns.py:\d+, in <lambda>: "
 ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {

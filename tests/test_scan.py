@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
@@ -17,7 +18,6 @@ from shardlib import log, passes, tree
 from shardlib.cli.hang import report
 from shardlib.graph.nodes import STARTS, WAIT
 from shardlib.scan import lifted
-from tests.ranks import on_ranks
 
 F64 = torch.float64
 LAYERS = 5

@@ -1,10 +1,11 @@
 """sl.testing.ranks: real processes, forked, or by the server of ranks where torch is built for GPUs."""
 
+import importlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,19 @@ def test_ranks_give_results_in_order_and_every_traceback() -> None:
         fails()
 
 
+def test_forks_compile_in_their_own_process() -> None:
+    """Workers of Inductor that the parent had started before a fork answer to the parent alone: a rank that asked them
+    waited for ever."""
+    config: Any = importlib.import_module("torch._inductor.config")
+
+    def threads() -> int:
+        config: Any = importlib.import_module("torch._inductor.config")
+        return config.compile_threads
+
+    with config.patch(compile_threads=2):
+        assert sl.testing.ranks(1)(threads)() == [1] and threads() == 2
+
+
 # ---- the server of ranks, which `ranks` asks where torch is built for GPUs
 
 
@@ -98,17 +112,24 @@ def test_the_server_runs_what_forks_run(tmp_path: Path, monkeypatch: pytest.Monk
         assert type(found[0][1]) is Told
 
 
-def test_the_server_ends_with_its_parent_and_leaves_no_files(tmp_path: Path) -> None:
+def test_the_server_ends_with_its_parent_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its output is that of its parent, which is killed: both are gone when the output ends."""
-    program = """if True:
-        import os, signal
-        from shardlib.testing.server import served
-        served(1, lambda rank: print("ran", flush=True), 60)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    folder = dict(os.environ, TMPDIR=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=folder, timeout=120)
-    assert (ended.stdout, ended.returncode) == ("ran\n", -signal.SIGKILL), ended.stderr
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    ours, theirs = os.pipe()
+    parent = os.fork()  # which has imported all it needs
+    if not parent:
+        os.dup2(theirs, 1)
+        os.close(ours)
+        os.close(theirs)
+        try:
+            served(1, lambda rank: print("ran", flush=True), 60)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(theirs)
+    with os.fdopen(ours) as output:
+        assert output.read() == "ran\n"
+    assert os.waitpid(parent, 0)[1] == signal.SIGKILL
     assert not [p for p in tmp_path.iterdir() if not p.name.startswith("torchinductor_")]  # torch makes that one
 
 
