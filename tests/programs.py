@@ -154,13 +154,6 @@ def in_place_invariant_into_varying(p, x, k):
     return square(h.tanh() @ p[1])
 
 
-@wrong("add writes in place")
-def out_argument(p, x, k):
-    o = torch.empty(5, dtype=x.dtype)
-    torch.add(p[0].detach().sum(0), x.sum(), out=o)
-    return (o * p[0].sum(0)).sum()
-
-
 @right
 def views(p, x, k):
     h = (x @ p[0]).view(-1, 5).t().contiguous().t()[:, :4]
@@ -285,11 +278,6 @@ def created_inside(p, x, k):
     return square((x @ p[0] * m + pos).tanh() @ p[1])
 
 
-@wrong("rand draws from torch's generator.*sl.random")
-def random(p, x, k):
-    return square((x @ p[0] + torch.rand(5)).tanh() @ p[1])
-
-
 @wrong("draws from torch's generator")
 def dropout(p, x, k):
     return square(x @ F.dropout(p[0], 0.5))
@@ -303,21 +291,6 @@ def item_of_varying(p, x, k):
 @right
 def item_of_invariant(p, x, k):
     return square(x @ p[0]) * p[1].detach().sum().item()
-
-
-@wrong("ranks would go different ways")
-def branch_on_varying(p, x, k):
-    return square(x @ p[0]) if x.sum() > 0 else (x @ p[0]).sum()
-
-
-@wrong("ranks would go different ways")
-def mask_as_index(p, x, k):
-    return square((x @ p[0])[x[:, 0] > 0] @ p[1])
-
-
-@wrong("reads their values: use torch.stack")
-def tensor_of_tensors(p, x, k):
-    return (torch.tensor([x[0, 0], x[0, 1]]) * p[0][:2, 0]).sum()
 
 
 @right

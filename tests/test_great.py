@@ -390,7 +390,7 @@ def processes(case: Case) -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_jit(kind: str) -> None:
-    check(kind, LAYOUTS.index(kind), 2 if kind in ("none", "hand") else 1, jitted)
+    check(kind, LAYOUTS.index(kind), 2 if kind == "hand" else 1, jitted)
 
 
 @pytest.mark.parametrize("kind", ["2", "3"])

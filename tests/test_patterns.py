@@ -19,7 +19,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
         lambda x, w: sl.einsum("b s d", x),
         r"this one has no `->`\n.*b s d\n +\^ write `->` and how the result",
     ),
-    "operands": (lambda x, w: sl.einsum("b d, d e -> b e", x), r"2|operand"),
+    "operands": (lambda x, w: sl.einsum("b d, d e -> b e", x), "on the left of `->` expected, found 2"),
     "dimensions": (
         lambda x, w: sl.einsum("b/dp d/tp -> b/dp +tp", x),
         r"`b/dp d/tp` names 2 dimensions, the value has 3: \(2, 6, 4\)\n  pattern: b/dp d/tp -> b/dp \+tp\n +\^{9}"
