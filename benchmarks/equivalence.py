@@ -28,7 +28,7 @@ MOST = {  # (dp, tp): the ZeRO stages that are run, for each way; all of them, -
     (1, 4): ("0", "0123", "", "0"),
     (2, 2): ("3", "0123", "1", "3"),
 }
-QUICK = {(1, 1): ("", "0", "", ""), (2, 2): ("3", "3", "3", "")}
+QUICK = {(1, 1): ("", "0", "", ""), (2, 2): ("", "3", "3", "")}
 SCALES = (None, 2.0**7, sl.dynamic_scale(2.0**16, window=3), sl.dynamic_scale(2.0**10))  # by stage: no difference
 VOCAB, ROWS, SEQ = 32, 8, 16
 HOURS = 4 * 3600.0
@@ -85,14 +85,14 @@ def largest(differences: Iterable[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two meshes, 4 steps")
+    parser.add_argument("--quick", action="store_true", help="two meshes, 2 steps")
     parser.add_argument("--all", action="store_true", help="every stage in every way")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
 
-    began, steps, chosen = time.perf_counter(), 4 if args.quick else 20, QUICK if args.quick else MOST
+    began, steps, chosen = time.perf_counter(), 2 if args.quick else 20, QUICK if args.quick else MOST
     first = Run(1, 1, 0, "simulated, eager")
     runs = [
         Run(*mesh, stage, way)

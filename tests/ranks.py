@@ -2,9 +2,20 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
+import torch
+
 import shardlib as sl
+
+
+@cache
+def imported() -> None:
+    """What tracing imports is imported before ranks are forked: seconds, which each would take."""
+    with sl.make_mesh(dp=2, simulate=True):
+        f = sl.jit(sl.shard_map(lambda x: sl.psum(x, "dp"), in_specs="n/dp", out_specs="n"))
+        f.lower(sl.shard(torch.ones(2), "n/dp"))
 
 
 def on_ranks(
@@ -18,6 +29,7 @@ def on_ranks(
 
     With `env`, which gives each rank's environment as a launcher would, `make_mesh` must start the process group.
     """
+    imported()
     if env is None:
         return sl.testing.ranks(n, seconds=seconds)(fn)(*args) or [None] * n
 

@@ -59,7 +59,10 @@ def loss(w: Any, batch: Tensor) -> sl.Mean:
     return sl.Mean.of("batch/dp out", torch.tanh(batch @ w["a"]) @ w["b"] - 1)
 
 
-def program(use: Any = sl.passes.default) -> tuple[Any, list[Tensor], Any]:
+PASSES = sl.passes.for_backend(sl.passes.default, "cudagraph")
+
+
+def program(use: Any = PASSES) -> tuple[Any, list[Tensor], Any]:
     """A train step, its inputs, batches of which are last, and how to make others."""
     g = torch.Generator().manual_seed(0)
     step = sl.jit(sl.step(loss, sl.optim.adamw(1e-2)), donate_argnums=0, passes=use)
@@ -69,7 +72,7 @@ def program(use: Any = sl.passes.default) -> tuple[Any, list[Tensor], Any]:
     return lowered.module, inputs, lambda: torch.randn(2, 3, generator=g)
 
 
-@pytest.mark.parametrize("use", (sl.passes.default, ()), ids=("in place", "nothing in place"))
+@pytest.mark.parametrize("use", (PASSES, ()), ids=("in place", "nothing in place"))
 def test_captured_once_and_equal_to_the_program(use: Any) -> None:
     Tape.made = 0
     with sl.make_mesh(dp=1):

@@ -36,10 +36,10 @@ def cases(mesh: dict[str, int], axes: tuple[str, ...]) -> dict[str, Case]:
     for a in axes:
         n *= mesh[a]
     out = {
-        "pvary": Case(lambda x: c._pvary(x, axes), "I", "R", (5, 3)),
-        "psum": Case(lambda x: c._psum(x, axes), "P", "I", (5, 3)),
-        "psum of varying": Case(lambda x: c._psum(x, axes), "V", "I", ()),
-        "pending": Case(lambda x: c._pending(x, axes), "V", "P", (5, 0)),
+        "pvary": Case(lambda x: sl.pvary(x, axes), "I", "R", (5, 3)),
+        "psum": Case(lambda x: sl.psum(x, axes), "P", "I", (5, 3)),
+        "psum of varying": Case(lambda x: sl.psum(x, axes), "V", "I", ()),
+        "pending": Case(lambda x: sl.pending(x, axes), "V", "P", (5, 0)),
         "ppermute by shift": Case(lambda x: sl.ppermute(x, axes, shift=1), "V", "V", (5, 3)),
         "ppermute to some": Case(lambda x: sl.ppermute(x, axes, [(n - 1, 0)]), "V", "V", (3,)),
         "ppermute of equal": Case(lambda x: sl.ppermute(x, axes, [(0, n - 1)]), "R", "V", (3,)),
@@ -72,9 +72,9 @@ def value(kind: str, shape: tuple[int, ...], seed: float) -> Tensor:
     x = torch.sin((x + seed) * (1.7 + sl.axis_index(("a", "b"))))
     for axis, letter in zip(here.mesh.shape, kind, strict=True):
         if letter in "IR":
-            x = c._psum(x, (axis,))
+            x = sl.psum(x, axis)
         if letter in "RP":
-            x = c._pvary(x, (axis,)) if letter == "R" else c._pending(x, (axis,))
+            x = sl.pvary(x, axis) if letter == "R" else sl.pending(x, axis)
     assert here.type_of(x) == kind
     return x
 

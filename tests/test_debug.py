@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
-from tests.ranks import on_ranks
 
 F64 = torch.float64
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
-from tests.ranks import on_ranks
 
 F64 = torch.float64
 CHECKED = (*sl.passes.default, sl.passes.check_finite)

@@ -48,6 +48,12 @@ def run(body: Body) -> Any:
         return f(x, torch.ones(3), k)
 
 
+def refused(body: Body, message: str) -> None:
+    with pytest.raises(sl.SpecError) as e:
+        run(body)
+    assert re.search(f"(?s){message}", str(e.value))  # the note shows the line, which may hold the message
+
+
 def over_dp(body: Body) -> str:
     """The letters over dp of the tensors that `body` gives."""
     found: list[str] = []
@@ -221,10 +227,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_pending(name: str) -> None:
-    body, message = REFUSED[name]
-    with pytest.raises(sl.SpecError) as e:
-        run(body)
-    assert re.search(f"(?s){message}", str(e.value))  # the note shows the line, which may hold the message
+    refused(*REFUSED[name])
 
 
 class Psums(TorchDispatchMode):
@@ -342,10 +345,7 @@ WRITES: dict[str, tuple[Body, str]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_refused_writes(name: str) -> None:
-    body, message = WRITES[name]
-    with pytest.raises(sl.SpecError) as e:
-        run(body)
-    assert re.search(f"(?s){message}", str(e.value))  # the note shows the line, which may hold the message
+    refused(*WRITES[name])
 
 
 def test_a_write_changes_the_type_of_all_views() -> None:
@@ -426,10 +426,7 @@ LEAVES: dict[str, tuple[Body, str]] = {
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_refused_reads(name: str) -> None:
-    body, message = LEAVES[name]
-    with pytest.raises(sl.SpecError) as e:
-        run(body)
-    assert re.search(f"(?s){message}", str(e.value))  # the note shows the line, which may hold the message
+    refused(*LEAVES[name])
 
 
 def test_invariant_values_may_decide() -> None:

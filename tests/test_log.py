@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +41,6 @@ def run_of(stop: Any = None) -> Any:
 
     passes = [] if stop is None else [stopping]
     return sl.jit(sl.shard_map(two, in_specs=None, out_specs="batch m"), passes=passes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """What tracing imports is imported before ranks are forked."""
-    with sl.make_mesh(AXES, simulate=True):
-        run_of().lower(*inputs())
 
 
 def test_every_collective_starts_and_is_waited_for(monkeypatch, tmp_path):
@@ -102,9 +93,9 @@ def test_a_killed_rank_is_named(monkeypatch, tmp_path, capsys):
     assert "; rank 0 waited for psum `" in str(failed.value) and "(#2 of step 3 of two)" in str(failed.value)
 
 
-def test_the_command_and_an_empty_folder(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "shardlib", "hang", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "holds no logs: start the run with SHARDLIB_LOG=" in done.stdout
+def test_the_command_and_an_empty_folder(tmp_path, capsys):
+    assert main(["hang", str(tmp_path)]) == 1
+    assert "holds no logs: start the run with SHARDLIB_LOG=" in capsys.readouterr().out
 
 
 def lines(*events: tuple[str, int, str], call: int = 1) -> list[log.Line]:

@@ -36,13 +36,6 @@ def ones(rows: int = 4) -> Any:
     return sl.shard(torch.ones(rows), "n/dp")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """What tracing imports is imported before ranks are forked."""
-    with sl.make_mesh(dp=2, simulate=True):
-        summed().lower(ones())
-
-
 def test_other_shapes_other_keys_and_then_the_same():
     def body() -> list[Any]:
         with sl.make_mesh(dp=2, timeout=20) as mesh:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardlib as sl
 from benchmarks.zero_memory import SHAPES, formula, points
@@ -80,6 +81,26 @@ def test_state_per_rank_is_that_of_the_paper(stage: int, count: int):
         assert max(p.total for p in found) < wanted + 2 * (
             total / 2 - 4 * width**2
         )  # of the largest leaf, 2 bytes each
+
+
+def test_asking_makes_no_process_groups():
+    """One rank may ask alone: groups are made by all of their ranks, before the program first runs."""
+
+    def body() -> list[int]:
+        new, made = dist.new_group, []
+        dist.new_group = lambda *args, **options: made.append(1) or new(*args, **options)
+        with sl.make_mesh(dp=2) as mesh:
+            program = sl.jit(sl.shard_map(lambda x: sl.psum(x, "dp"), in_specs="n/dp", out_specs="n")).lower(
+                sl.shard(torch.ones(4), "n/dp")
+            )
+            counts = [len(made)]
+            if mesh.rank == 1:
+                assert program.memory().total > 0 and program.collectives() and program.as_text()
+            counts.append(len(made))
+            program.compile()
+        return [*counts, len(made)]
+
+    assert sl.testing.ranks(2)(body)() == [[0, 0, 1]] * 2
 
 
 # ---- running out of it

@@ -264,9 +264,12 @@ def squares(p: Any, batch: Tensor) -> sl.Mean:
     return sl.Mean.of("batch/dp", batch * total)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("trainable", [None, ["w", "scalar", "empty", "unused"]])
+SOME = ["w", "scalar", "empty", "unused"]
+KINDS = [*((stage, True, None) for stage in range(4)), *((stage, False, SOME) for stage in range(4))]
+KINDS += [(0, False, None), (3, True, SOME)]
+
+
+@pytest.mark.parametrize(("stage", "jit", "trainable"), KINDS)
 def test_leaves_of_every_kind(stage, jit, trainable):
     """One step of SGD with momentum, clipped to a quarter: 0.95 p; the structure and what is frozen as before."""
     values, specs = odd(trainable is None)

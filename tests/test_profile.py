@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
-from tests.ranks import on_ranks
 
 F64 = torch.float64
 NAP = 0.1

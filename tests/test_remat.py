@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bodies import assert_close, on
 from ranks import on_ranks
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
@@ -24,16 +25,6 @@ def draw(*shape: int) -> Tensor:
 
 
 X, W = draw(4, 3), draw(3, 5)
-
-
-def on(body: Callable[..., Any], *args: tuple[Any, Any], out: Any = "...", mesh: dict[str, int] | None = None) -> Any:
-    with sl.make_mesh(mesh or dict(dp=2, tp=1), simulate=True):
-        given = [sl.shard(x, spec) if spec is not None else x for x, spec in args]
-        return sl.gather(sl.shard_map(body, in_specs=None, out_specs=out)(*given))
-
-
-def assert_close(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def assert_same(found: Any, wanted: Any) -> None:

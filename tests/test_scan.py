@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from torch import Tensor
 
 import shardlib as sl
 from shardlib import log, passes, tree
 from shardlib.cli.hang import report
+from shardlib.graph import program as programs
 from shardlib.graph.nodes import STARTS, WAIT
 from shardlib.scan import lifted
-from tests.ranks import on_ranks
 
 F64 = torch.float64
 LAYERS = 5
@@ -60,13 +61,15 @@ def loss_of(counted: Counted, remat: bool) -> Callable[..., sl.Mean]:
     return loss
 
 
-def trained(jitted: bool, stage: int, remat: bool, accumulate: int, **options: Any) -> tuple[Any, int, Any]:
+def trained(
+    jitted: bool, stage: int, remat: bool, accumulate: int, layers: int = LAYERS, **options: Any
+) -> tuple[Any, int, Any]:
     """State and loss after two steps, how often the body ran, and the program."""
     counted = Counted()
     specs = (sl.specs(Layers), "model")
     layout = sl.zero(specs, stage=stage)
     step = sl.step(loss_of(counted, remat), sl.optim.sgd(0.1), layout=layout, accumulate=accumulate)
-    params = Layers(w=draw(LAYERS, 6, 4), out=draw(LAYERS, 4, 6)), draw(6)
+    params = Layers(w=draw(layers, 6, 4), out=draw(layers, 4, 6)), draw(6)
     state, batch = step.init(sl.shard(params, specs)), sl.shard(draw(8, 6), "batch/dp model")
     run = sl.jit(step, donate_argnums=0, **options) if jitted else step
     for _ in range(2):
@@ -147,13 +150,19 @@ def test_the_schedule_hides_what_turns_send():
     assert len(sums) == LAYERS + 1 and [c.exposed > 0 for c in sums[: LAYERS - 1]] == [False] * (LAYERS - 1)
 
 
-@pytest.mark.filterwarnings("ignore")  # Inductor's own
-def test_regional_compiles_one_layer():
+def test_regional_compiles_one_layer(monkeypatch):
+    """However many there are; here what would be compiled runs as it is."""
+    made: list[Any] = []
+    counts = [0]
+    monkeypatch.setattr(programs, "_compiled", lambda island: made.append(island) or programs._generated(island))
     with sl.make_mesh(dp=1, tp=1):
-        plain, _, _ = trained(True, 0, False, 1)
-        got, _, _ = trained(True, 0, False, 1, backend="regional")
-    for a, b in zip(plain, got, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        for layers in (3, LAYERS):
+            plain, _, _ = trained(True, 0, False, 1, layers)
+            got, _, _ = trained(True, 0, False, 1, layers, backend="regional")
+            for a, b in zip(plain, got, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+            counts.append(len(made))
+    assert counts[2] == 2 * counts[1] > 2
 
 
 def test_the_next_layer_is_gathered_while_one_runs():

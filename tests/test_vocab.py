@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from patterned import MESHES, check, run
 from torch import Tensor
 
 import shardlib as sl
 
 R = torch.Generator().manual_seed(1)
-MESHES = (dict(dp=2, tp=2), dict(tp=4, dp=1))
 
 
 def draw(*shape: int) -> Tensor:
@@ -33,7 +33,7 @@ def per_token(pattern: str) -> Callable[..., Tensor]:
 
 
 LOGITS, TARGETS, WEIGHTS = draw(4, 3, 8) * 3, ids(8, 4, 3, low=-3), draw(4, 3).abs()
-TABLE, TOKENS, X = draw(8, 5), ids(8, 4, 3), draw(4, 6, 8)
+TABLE, TOKENS = draw(8, 5), ids(8, 4, 3)
 
 RIGHT: dict[str, Any] = {
     "embed": (
@@ -91,25 +91,14 @@ RIGHT: dict[str, Any] = {
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_against_one_process(name: str, mesh: dict[str, int]) -> None:
-    f, plain, given, out = RIGHT[name]
-    args, specs = zip(*given, strict=True)
-    sl.testing.check(f, plain, mesh=mesh, in_specs=specs, out_specs=out, args=args)
-
-
-def run(body: Callable[[Tensor, Tensor], Any]) -> Any:
-    """`body(x, w)`: x is `b/dp s d/tp` of (4, 6, 8), w is `d e` of (8, 5)."""
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(TABLE, "d e")
-        return sl.gather(sl.shard_map(body, in_specs=None, out_specs="...")(*args))
+    check(RIGHT[name], mesh)
 
 
 def test_iota() -> None:
     def body(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return sl.iota("s/dp", 3), sl.iota("s/tp/dp", 1), sl.iota("s", 4)
 
-    with sl.make_mesh(dp=2, tp=2, simulate=True):
-        args = sl.shard(X, "b/dp s d/tp"), sl.shard(draw(8, 5), "d e")
-        out = sl.gather(sl.shard_map(body, in_specs=None, out_specs=("s/dp", "s/tp/dp", "s"))(*args))
+    out = run(body, ("s/dp", "s/tp/dp", "s"))
     assert [x.tolist() for x in out] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 

@@ -27,13 +27,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "ANSWER", 1.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """What tracing imports is imported before ranks are forked."""
-    with sl.make_mesh(dp=3, simulate=True):
-        summed().lower(sl.shard(torch.ones(3), "n/dp"))
-
-
 def summed() -> Any:
     return sl.jit(sl.shard_map(lambda x: sl.psum(x, "dp"), in_specs=None, out_specs="n"))
 

@@ -122,9 +122,9 @@ def test_wrong_options(options, said):
         sl.zero(SPECS, **options)
 
 
-# ---- what a step sends: eleven leaves, one of them used twice
+# ---- what a step sends: six leaves, one of them used twice
 
-LEAVES = 11
+LEAVES = 6
 MODEL: Any = {"embed": "vocab model/dp", "layers": [{"scale": "model/dp"}] * (LEAVES - 1)}
 SIZE = 8
 BYTES = 8 * (SIZE * SIZE + SIZE * (LEAVES - 1))  # of all parameters
@@ -166,7 +166,7 @@ def sent(found: list[Collective]) -> dict[tuple[str, str], int]:
     return dict(out)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stage, options", [(0, {}), (1, {}), (2, {"reduce": "step"}), (2, {}), (3, {})])
 def test_every_leaf_is_reduced_once(stage, options, count):
     micro = "step" if count == 1 else "microbatch"
