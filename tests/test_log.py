@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +100,9 @@ def test_a_killed_rank_is_named(monkeypatch, tmp_path, capsys):
     assert "; rank 0 waited for psum `" in str(failed.value) and "(#2 of step 3 of two)" in str(failed.value)
 
 
-def test_the_command_and_an_empty_folder(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "shardlib", "hang", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "holds no logs: start the run with SHARDLIB_LOG=" in done.stdout
+def test_an_empty_folder(tmp_path, capsys):
+    assert main(["hang", str(tmp_path)]) == 1
+    assert "holds no logs: start the run with SHARDLIB_LOG=" in capsys.readouterr().out
 
 
 def lines(*events: tuple[str, int, str], call: int = 1) -> list[log.Line]:
