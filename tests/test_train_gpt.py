@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardlib as sl
 import train_gpt
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,9 @@ def sigterm_stays():
 def whole(tmp_path_factory):
     """A run that nothing interrupted: its folder, and the JSON object."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train(out, "--dtype", "float64", "--zero", "2", *FOUR_RANKS)
+    result = train(out, "--dtype", "float64", "--zero", "2", *FOUR_RANKS)
+    assert sl.latest(out / "checkpoints") == out / "checkpoints" / "step-00000004", "waits for the save"
+    return out, result
 
 
 @pytest.fixture
