@@ -1,9 +1,10 @@
-"""What the jitted programs of this process take, step for step and always: for `monitor`.
+"""What jitted programs take, step for step and always: for `monitor`.
 
 A program has marks around all that blocks: times of the host on the CPU, and on CUDA events in the stream that computes
 (0.1 and some 3 microseconds each), which are read once they have passed, so that nothing is waited for.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ class Spent(NamedTuple):
     unmarked: int = 0
 
 
-class Meter:
-    """Marks of the programs that run, or have ended and are not read yet."""
+class Meter(threading.local):
+    """Marks of the programs that run, or have ended and are not read yet; each thread has its own."""
 
     def __init__(self) -> None:
         self.spent = Spent()

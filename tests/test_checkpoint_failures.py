@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import shardlib as sl
-from shardlib import chunks, saves
+from shardlib import chunks, contents, saves
 from shardlib import tree as trees
 from shardlib.chunk import Chunk
 
@@ -79,7 +79,7 @@ def test_c40_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         fails("metadata is missing")
 
 
-def test_a_path_that_is_no_save(tmp_path: Path) -> None:
+def test_a_path_that_is_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(dp=1):
         state = sl.shard({"a": torch.ones(2)}, "n")
         sl.save(tmp_path, state, step=3)
@@ -87,6 +87,9 @@ def test_a_path_that_is_no_save(tmp_path: Path) -> None:
             sl.restore(tmp_path, state)
         with pytest.raises(sl.TreeError, match="is not a save: it does not exist"):
             sl.restore(tmp_path / "x", state)
+        monkeypatch.setattr(contents, "FORMAT", 3)
+        with pytest.raises(sl.TreeError, match=r"3 is in format 2, and this shardlib reads format 3: restore it with"):
+            sl.restore(tmp_path / "step-00000003", state)
 
 
 def test_leaves_that_cannot_be_saved(tmp_path: Path) -> None:
