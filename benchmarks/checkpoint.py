@@ -77,24 +77,27 @@ def processor(state: Any, folder: Path, rounds: int) -> tuple[list[float], list[
     return out
 
 
-def beside(step: Callable[[Any], Any], state: Any, folder: Path, rounds: int) -> tuple[list[float], list[float], float]:
-    """Seconds of steps without a save, of those during saves (the call of `save` is part of the first), and the longest
-    such call."""
-    quiet, busy, calls = [], [], []
+def beside(step: Callable[[Any], Any], state: Any, folder: Path, rounds: int) -> list[tuple[float, ...]]:
+    """Of every round, in seconds: the median and the longest of steps without a save, the longest step while one is
+    written (the call of `save`, which copies, is part of the first), and that call; and how many steps these are."""
+    found = []
+
+    def timed(began: float) -> float:
+        nonlocal state
+        state = step(state)
+        return time.perf_counter() - began
+
     for i in range(rounds):
-        for _ in range(4):
-            began = time.perf_counter()
-            state = step(state)
-            quiet.append(time.perf_counter() - began)
+        quiet = [timed(time.perf_counter()) for _ in range(5)]
         began = time.perf_counter()
         saving = sl.save(folder, state, step=i, keep=1, wait=False)
-        calls.append(time.perf_counter() - began)
+        call = time.perf_counter() - began
+        busy = [timed(began)]
         while not saving.done():
-            state = step(state)
-            busy.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            busy.append(timed(time.perf_counter()))
         saving.wait()
-    return quiet, busy, max(calls)
+        found.append((statistics.median(quiet), max(quiet), max(busy), call, len(busy)))
+    return found[1:]  # the first copy's memory is new to the process
 
 
 def main() -> None:
@@ -117,7 +120,7 @@ def main() -> None:
         state, _ = train(state, batch)
         seconds = speeds(state, folder, args.rounds)
         waited, aside = processor(state, folder / "cpu", args.rounds)
-        quiet, busy, call = beside(lambda s: train(s, batch)[0], state, folder / "beside", args.rounds)
+        steps = beside(lambda s: train(s, batch)[0], state, folder / "beside", args.rounds + 1)
     median = {name: statistics.median(s) for name, s in seconds.items()}
     result = {
         "save": statistics.median(b / a for a, b in zip(seconds["shardlib save"], seconds["plain save"], strict=True)),
@@ -125,16 +128,22 @@ def main() -> None:
             b / a for a, b in zip(seconds["shardlib restore"], seconds["plain restore"], strict=True)
         ),
         "cpu": statistics.median(b / a for a, b in zip(waited, aside, strict=True)),
-        "longest": max(busy) / statistics.median(quiet),
+        "longest": statistics.median(busy / step for step, _, busy, *_ in steps),
+        "longest_without": statistics.median(quiet / step for step, quiet, *_ in steps),
     }
     for name, value in median.items():
         print(f"{name:18}{value:8.3f} s")
     print(f"speed of plain torch.distributed.checkpoint: save {result['save']:.2f}, restore {result['restore']:.2f}")
     print(f"CPU of a save beside the run, over one that is waited for: {result['cpu']:.3f}")
-    print(f"step: median {statistics.median(quiet):.3f} s, longest {max(quiet):.3f} s")
     print(
-        f"longest of {len(busy)} steps during saves, with a copy of {call:.3f} s: {max(busy):.3f} s, "
-        f"{result['longest']:.2f} of the median"
+        f"longest step over the median one: {result['longest']:.2f} of {sum(n for *_, n in steps)} while saves are "
+        f"written, {result['longest_without']:.2f} without (medians of {len(steps)} rounds)"
+    )
+    print(
+        "".join(
+            f"\n  step {a:.3f} s, longest {b:.3f} s, beside a save {c:.3f} s, of which its call {d:.3f} s"
+            for a, b, c, d, _ in steps
+        )
     )
     if args.json:
         print(json.dumps({"seconds": median, **result}))

@@ -4,9 +4,9 @@
 
 Layout after layout, the peers of one are set up once, stay alive and take turns, a few steps each round (A B C A B C
 ...); a peer's time in a round is divided by that of `single` in the same round: one process per core, the local batch,
-no communication. Medians of these ratios, with the least and the largest. CPU time is that of both processes; it does not see waiting, and is the
-steadier of the two on a shared machine. `--link`: on two hosts (network namespaces) joined by a link of that rate; then
-`bound` is what benchmarks/bound.py computes for the layout.
+no communication. Medians of these ratios, with the least and the largest. CPU time is that of both processes; it does
+not see waiting, and is the steadier of the two on a shared machine. `--link`: on two hosts (network namespaces) joined
+by a link of that rate; then `bound` is what benchmarks/bound.py computes for the layout.
 """
 
 import argparse

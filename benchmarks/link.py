@@ -1,9 +1,11 @@
 """Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root, `ip` and `tc`."""
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Host:
         return ["ip", "netns", "exec", self.namespace]
 
 
-HOSTS = tuple(Host(f"shardlib{i}", f"slveth{i}", f"10.99.7.{i}") for i in (1, 2))
+# named by this process: another may have two of its own
+HOSTS = tuple(Host(f"shardlib-{os.getpid()}-{i}", f"sl{os.getpid()}v{i}", f"10.99.7.{i}") for i in (1, 2))
 
 
 def _run(command: str, check: bool = True) -> None:
@@ -33,8 +36,9 @@ def _run(command: str, check: bool = True) -> None:
 def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     """The hosts, while inside; each sends at most `rate` (`1gbit`), shaped by a token bucket of 1 MB."""
     a, b = HOSTS
-    for host in HOSTS:
-        _run(f"ip netns del {host.namespace}", check=False)
+    for left in Path("/run/netns").glob("shardlib-*"):  # of processes that were killed
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            _run(f"ip netns del {left.name}", check=False)
     try:
         for host in HOSTS:
             _run(f"ip netns add {host.namespace}")

@@ -71,7 +71,7 @@ def train(folder: Path, mesh: sl.Mesh, steps: int, save_every: int = 10) -> sl.M
             if mesh.rank == 0 and i % 5 == 4:
                 print(f"step {i + 1}: " + ", ".join(f"{k} {v.item():.3g}" for k, v in metrics.items()))
             if (i + 1) % save_every == 0:
-                sl.save(folder, state, keep=3)
+                sl.save(folder, state, keep=3, wait=False)
         return sl.Mean.merged([valid(state.params, rows(i))[0] for i in (-1, -2)])
 
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stop = sl.preempted() and done < args.steps
             if stop or (args.save_every and done % args.save_every == 0):
                 journal.pause()
-                sl.save(checkpoints, state, keep=2)
+                sl.save(checkpoints, state, keep=2, wait=False)
             if stop:
                 return
         val_loss = validation_loss(state.params)

@@ -9,13 +9,12 @@ import json
 import math
 import pickle
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardlib import saves
+from shardlib.chunk import MEND, Chunk
 from shardlib.errors import TreeError, listing
 
 METADATA = ".metadata"
 _SUMS = ".crc32"
-_MEND = "restore an older save, or copy the file again from where it is whole"
-T = TypeVar("T")
 Exchange = Callable[[Callable[[], Any], Callable[[list[Any]], list[Any]]], Any]
 
 
@@ -86,7 +84,8 @@ class _Planner(DefaultSavePlanner):
         return SavePlan(items)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.held[index]
+        held = self.held[index]
+        return held.contiguous() if isinstance(held, Tensor) else held  # so `read` need not ask for strides
 
 
 class _Summed:
@@ -213,9 +212,9 @@ def _checked(path: Path, crc: Mapping[str, int]) -> bytes:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise TreeError(f"{path} is missing; {_MEND}") from None
+        raise TreeError(f"{path} is missing; {MEND}") from None
     if zlib.crc32(data) != crc.get(path.name):
-        raise TreeError(f"{path} is damaged: its checksum is not the one that was written; {_MEND}")
+        raise TreeError(f"{path} is damaged: its checksum is not the one that was written; {MEND}")
     return data
 
 
@@ -249,7 +248,8 @@ def verify(folder: Path, metadata: Metadata, crc: Mapping[str, int]) -> list[str
         file, offset, length = _place(info)
         try:
             sums[file] = sums.get(file) or _sums(folder / file, crc)
-            _check(folder, at.fqn, file, offset, length, sums[file])
+            with (folder / file).open("rb", buffering=0) as opened:
+                Chunk(at.fqn, opened, offset, length, sums[file]).check()
         except TreeError as e:
             lines.append(str(e))
     return lines
@@ -278,73 +278,27 @@ def read(folder: Path, metadata: Metadata, crc: Mapping[str, int], wanted: Itera
     def place(at: MetadataIndex) -> tuple[str, int, int]:
         return _place(metadata.storage_data[at])
 
-    sums = {file: _sums(folder / file, crc) for file in sorted({place(at)[0] for at in (*uses, *plain)})}
-
-    def check(at: MetadataIndex) -> None:
-        _check(folder, at.fqn, *place(at), sums[place(at)[0]])
-
-    for at in _ahead(check, sorted({*uses, *plain}, key=place)):
-        file, offset, length = place(at)
+    for file, held in groupby(sorted({*uses, *plain}, key=place), key=lambda at: place(at)[0]):
+        sums = _sums(folder / file, crc)
         with (folder / file).open("rb", buffering=0) as opened:
-            value = torch.load(_View(opened, offset, length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-        for target, part in uses.get(at, ()):
-            target.copy_(value[part])
-        if at not in uses:
-            values[at] = value
+            for at in held:
+                found = Chunk(at.fqn, opened, *place(at)[1:], sums)
+                if at not in uses:
+                    values[at] = torch.load(io.BytesIO(found.value()), map_location="cpu", weights_only=True)
+                    continue
+                whole = _room(metadata.state_dict_metadata[at.fqn], at, [target for target, _ in uses[at]])
+                found.fill(whole)
+                for target, part in uses[at]:
+                    if target is not whole:
+                        target.copy_(whole[part])
     return [values[at] for at in plain]
 
 
-class _View(io.RawIOBase):
-    """The bytes of a chunk, as a file of their own."""
-
-    def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
-        self.file, self.start, self.length, self.at = file, start, length, 0
-
-    def readinto(self, buffer: Any) -> int:
-        self.file.seek(self.start + self.at)
-        got = self.file.readinto(memoryview(buffer).cast("B")[: max(0, self.length - self.at)]) or 0
-        self.at += got
-        return got
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + (0, self.at, self.length)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-
-def _ahead(check: Callable[[T], None], items: Iterable[T]) -> Iterator[T]:
-    """Each item once it is checked, which a thread does for the next while one is used."""
-    with ThreadPoolExecutor(1) as checker:
-        waiting = deque[tuple[T, Future[None]]]()
-        for item in items:
-            waiting.append((item, checker.submit(check, item)))
-            if len(waiting) > 1:
-                first, checked = waiting.popleft()
-                checked.result()
-                yield first
-        for item, checked in waiting:
-            checked.result()
-            yield item
-
-
-def _check(folder: Path, name: str, file: str, offset: int, length: int, sums: Mapping[str, int]) -> None:
-    """Raise where a chunk of the leaf `name` is not as it was written."""
-    crc, left = 0, length
-    with (folder / file).open("rb", buffering=0) as opened:
-        opened.seek(offset)
-        while left and (block := opened.read(min(left, 1 << 20))):
-            crc, left = zlib.crc32(block, crc), left - len(block)
-    if crc != sums.get(str(offset)):
-        where = f"the checksum of the {length} bytes from byte {offset}"
-        raise TreeError(f"`{name}`: {folder / file} is damaged: {where} is not the one that was written; {_MEND}")
+def _room(saved: Any, at: MetadataIndex, targets: Sequence[Tensor]) -> Tensor:
+    """Where a chunk is read to: the one place that takes all of it, else new memory, from which it is copied."""
+    sizes = next(c.sizes for c in saved.chunks if c.offsets == at.offset)
+    fits = [x for x in targets if x.device.type == "cpu" and x.is_contiguous() and x.shape == sizes]
+    return fits[0] if fits else torch.empty(sizes, dtype=targets[0].dtype)
 
 
 def _sums(path: Path, crc: Mapping[str, int]) -> dict[str, int]:

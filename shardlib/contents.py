@@ -13,6 +13,8 @@ import torch
 from shardlib import saves
 from shardlib.errors import TreeError, listing
 
+FORMAT = 2  # of what is in the files
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -77,7 +79,7 @@ def contents(path: Path) -> Contents:
     mark = path / saves.MARK
     try:
         info = json.loads(mark.read_bytes())
-        whole = info.pop("sum") == _sum(info)
+        whole, kind = info.pop("sum") == _sum(info), info.pop("format", 1)
         found = Contents(path, *(info[k] for k in ("step", "mesh", "crc", "leaves", "specs", "tied")))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise TreeError(f"{mark} is damaged: {e}; restore an older save") from None
@@ -89,11 +91,15 @@ def contents(path: Path) -> Contents:
         raise TreeError(f"{path} is not a save: {hint if path.exists() else 'it does not exist'}") from None
     if not whole:
         raise TreeError(f"{mark} is damaged: its checksum is not the one that was written; restore an older save")
+    if kind != FORMAT:
+        mend = f"restore it with shardlib {info['shardlib']}, which wrote it"
+        raise TreeError(f"{path} is in format {kind}, and this shardlib reads format {FORMAT}: {mend}")
     return found
 
 
 def described(info: Mapping[str, Any]) -> str:
     """The text of a save's description, with its own checksum."""
+    info = {"format": FORMAT, **info}
     return json.dumps({**info, "sum": _sum(info)}, indent=1)
 
 

@@ -26,9 +26,10 @@ from shardlib.graph.timeline import Hardware, Timeline, timeline
 from shardlib.graph.trace import meta, refuse_writes, trace, uncollected
 from shardlib.heap import keep_freed
 from shardlib.insert import refuse_autocast
-from shardlib.log import Log, telling, wanted
+from shardlib.log import Log, marked, telling, wanted
 from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, TracedMesh, current_mesh
+from shardlib.meter import meter
 from shardlib.parts import Memo, once, places
 from shardlib.passes import Pass, applied, default, for_backend
 from shardlib.shard_map import shards_of, tracing
@@ -105,14 +106,20 @@ class Lowered:
         return listing_of(self.module)
 
     def running(self, log: Log | None = None) -> GraphModule:
-        """The graphs as they run here: processes that talk gloo change some collectives, those of a log tell it."""
+        """The graphs as they run here: processes that talk gloo change some collectives. Where there is a log, they
+        tell it of each one, and a meter when they wait."""
         module = self.module
         if not self.mesh.simulate or self.mesh.total == 1:
             for group in group_names(module):  # made by all of its ranks, where one has traced for all
                 self.mesh.group(group.rpartition("/")[2].split(","))
-        if log is not None and self.backend not in ("inductor", "cudagraph"):
-            module = telling(copied(module), log)
-        return self._here(module)
+        if log is None or self._whole:
+            return self._here(module)
+        return marked(self._here(telling(copied(module), log)))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the backend makes one of the whole program, so that nothing is told from inside."""
+        return self.backend in ("inductor", "cudagraph")
 
     def _here(self, module: GraphModule) -> GraphModule:
         """The graphs with the collectives that are used here."""
@@ -131,13 +138,10 @@ class Lowered:
 
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
         """Run on the inputs of every rank that this process plays."""
-        with explained(self.module):
-            if self.mesh.simulate and self.mesh.total > 1:
-                outputs = run_lockstep(self.mesh, self.module, inputs, self._equal())
-            else:
-                run = self.compile()._run
-                assert run is not None
-                outputs = [run(inputs[0])]
+        run, alone = self.compile()._run, self.mesh.simulate or self.mesh.total == 1
+        program = meter().program(self.mesh.device.type == "cuda", alone or not self._whole)
+        with explained(self.module), program:
+            outputs = [run(inputs[0])] if run else run_lockstep(self.mesh, self.module, inputs, self._equal())
         return self.returned(outputs)
 
     def returned(self, outputs: list[Any]) -> Any:

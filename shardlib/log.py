@@ -2,7 +2,7 @@
 
 Every line is written at once, so that it outlives the process. A file holds the last lines only: at a megabyte it
 becomes `rank3.old.log`, and the next begins. `shardlib hang` reads them. Without a folder nothing is written: what is
-known is for `watch`, which asks where a rank is.
+known is for `watch`, which asks where a rank is. What blocks is marked for `meter`, too.
 """
 
 import os
@@ -17,9 +17,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.digests import titles
-from shardlib.graph.nodes import waits
+from shardlib.graph.nodes import WAIT, waits
+from shardlib.graph.program import graphs
 from shardlib.mesh import Mesh
+from shardlib.meter import meter
+from shardlib.switch import Switch
 from shardlib.watch import Place, blamed, watch
+from shardlib.wire import PERMUTE, SENT
 
 LIMIT = 1 << 20  # bytes of a file
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -132,6 +136,19 @@ def telling(module: GraphModule, log: Log) -> GraphModule:
     for end, node in (ends | alone).items():
         with end.graph.inserting_after(end):
             end.graph.call_function(log.done, (named[node],))
+    return module
+
+
+def marked(module: GraphModule) -> GraphModule:
+    """The program with marks of the meter before and after each node that waits for other ranks."""
+    mark = meter().mark
+    for _, each in graphs(module):
+        for graph in each.turns if isinstance(each, Switch) else (each.graph,):
+            for node in [n for n in graph.nodes if n.target in (WAIT, SENT, PERMUTE)]:
+                with graph.inserting_before(node):
+                    graph.call_function(mark, ())
+                with graph.inserting_after(node):
+                    graph.call_function(mark, ())
     return module
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardlib.errors import MeshError, ShardError, amount, listing, nearest
 from shardlib.mesh import current_mesh
+from shardlib.meter import Spent, meter
 
 Record = dict[str, float]
 LULL = 15.0  # seconds between lines where there is no terminal
@@ -41,7 +42,7 @@ class Monitor:
     def __init__(self, writers: Sequence[Writer], flops: float | None, peak: float | None) -> None:
         self.writers, self.flops, self.peak = writers, flops, peak
         self.waiting: tuple[int, Mapping[str, Any]] | None = None
-        self.last: tuple[int, float] | None = None  # a step whose metrics were there, and when
+        self.last: tuple[int, float, Spent] | None = None  # a step whose metrics were there, when, and what was spent
         self.begun = False
 
     def __call__(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
@@ -71,13 +72,15 @@ class Monitor:
 
     def _speed(self, step: int, tokens: float) -> Record:
         """Of the steps since the last record of a train step; nothing for the first, which traces."""
-        now, last = time.perf_counter(), self.last
-        self.last = step, now
+        now, spent, last = time.perf_counter(), meter().read(), self.last
+        self.last = step, now, spent
         found = {"memory": float(_memory())}
         if last is None or step <= last[0]:
             return found
-        seconds = (now - last[1]) / (step - last[0])
+        steps = step - last[0]
+        seconds = (now - last[1]) / steps
         found |= {"step_time": seconds, "tokens_per_s": tokens / seconds}
+        found |= {name: x / steps for name, x in _split(now - last[1], last[2], spent).items()}
         if self.flops and self.peak:
             found["mfu"] = found["tokens_per_s"] * self.flops / self.peak
         return found
@@ -111,8 +114,11 @@ def monitor(
     (`dir/metrics.csv`), `"tensorboard"` (needs that package), or a function of one record. A record is the step, its
     metrics, and, where `tokens` is among them, `step_time` (seconds), `tokens_per_s`, `memory` (bytes: the most so far)
     and `mfu`, if `flops` (per token; 6 per parameter, roughly) and `peak` (of all devices, per second) are given. Speed
-    is that of the steps since the last record, all that came between included. Metrics on a device are read at the next
-    call. A run that goes on replaces what was noted from its first step on. `steps`: how many the bar expects.
+    is that of the steps since the last record, all that came between included. `step_time` is `compute`, in jitted
+    functions, plus `communication`, blocked there in collectives, plus `idle`, the rest (loading data, saving; eager
+    code too): on this rank, on CUDA as the device sees it. The backends `inductor` and `cudagraph` of several processes
+    have `communication` in `compute`, and the simulated ranks of one have none. Metrics on a device are read at the
+    next call. A run that goes on replaces what was noted from its first step on. `steps`: how many the bar expects.
     Raises `ShardError` for an unknown name or a package that is not there.
     """
     folder = Path(dir)
@@ -131,6 +137,15 @@ def monitor(
         else:
             raise ShardError(f"monitor knows no `{kind}`{nearest(kind, kinds)}; there are {listing(kinds)}")
     return Monitor(writers, flops, peak)
+
+
+def _split(seconds: float, before: Spent, after: Spent) -> Record:
+    """What programs computed and waited in these seconds, and the rest; nothing where none ran."""
+    programs, blocked, count, unmarked = (b - a for a, b in zip(before, after, strict=True))
+    if not count:
+        return {}
+    waited = {} if unmarked else {"communication": blocked}
+    return {"compute": programs - blocked, **waited, "idle": max(0.0, seconds - programs)}
 
 
 def _writes() -> bool:
@@ -278,6 +293,8 @@ def told(record: Mapping[str, float]) -> str:
         "lr": "lr {:.2e}".format,
         "tokens_per_s": "{:,.0f} tokens/s".format,
         "step_time": "{:.3g} s/step".format,
+        "communication": "{:.2g} s of them communication".format,
+        "idle": "{:.2g} s idle".format,
         "mfu": "MFU {:.1%}".format,
         "scale": "scale {:.0f}".format,
         "skipped": "{:.0f} skipped".format,

@@ -250,6 +250,7 @@ OWN: dict[Any, Callable[..., Tensor]] = {
 # from one member to another
 SEND, RECEIVE = torch.ops.shardlib.isend.default, torch.ops.shardlib.irecv.default
 SENT = torch.ops.shardlib.sent.default
+PERMUTE = torch.ops.shardlib.permute.default  # done when it returns
 
 
 def combine(target: Any, operands: Sequence[Args], ranks: Sequence[int] | None = None) -> list[Tensor]:

@@ -54,11 +54,14 @@ def lion(p: Tensor, g: Tensor, t: int, lr: float, s: dict[str, Any]) -> Tensor:
     return p - lr * (torch.sign(0.9 * m + 0.1 * g) + 0.1 * p)
 
 
-def lamb(low: float, high: float) -> Rule:
+def lamb(low: float, high: float, moments: bool = True) -> Rule:
     def rule(p: Tensor, g: Tensor, t: int, lr: float, s: dict[str, Any]) -> Tensor:
         s["mu"] = 0.9 * s.get("mu", 0) + 0.1 * g
         s["nu"] = 0.999 * s.get("nu", 0) + 0.001 * g**2
-        r = s["mu"] / (1 - 0.9**t) / ((s["nu"] / (1 - 0.999**t)).sqrt() + 1e-6) + 0.1 * p
+        first, second = 1 - 0.9**t, 1 - 0.999**t
+        if not moments:
+            lr, first, second = lr * math.sqrt(second) / first, 1, 1
+        r = s["mu"] / first / ((s["nu"] / second).sqrt() + 1e-6) + 0.1 * p
         ratio = min(max((p.norm() / r.norm()).item(), low), high) if p.norm() > 0 and r.norm() > 0 else 1.0
         return p - lr * ratio * r
 
@@ -189,8 +192,9 @@ OPTIMIZERS = {
         lambda lr: optim.adam(lr, weight_decay=0.1), of_torch(torch.optim.Adam, MOMENTS, weight_decay=0.1), slots(2),
         fused=True,
     ),
-    "lamb, bounded": Row(
-        lambda lr: optim.lamb(lr, weight_decay=0.1, min_coeff=0.4, max_coeff=0.6), lamb(0.4, 0.6), slots(2), joint=True
+    "lamb, bounded, as DeepSpeed's": Row(
+        lambda lr: optim.lamb(lr, weight_decay=0.1, min_coeff=0.4, max_coeff=0.6, correct="rate"),
+        lamb(0.4, 0.6, moments=False), slots(2), joint=True
     ),
     "adafactor, momentum": Row(
         lambda lr: optim.adafactor(lr, momentum=0.9, multiply_by_parameter_scale=False, weight_decay_rate=0.01),

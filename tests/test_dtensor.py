@@ -65,3 +65,5 @@ def test_errors_here():
             sl.to_dtensor({"a": sl.shard(torch.ones(4), "m/dp")})
         with pytest.raises(sl.SpecError, match="to_dtensor: a Tensor, not an array at rest"):
             sl.to_dtensor(torch.ones(4))
+    with sl.make_mesh(dp=1) as mesh, pytest.raises(sl.MeshError, match="a DeviceMesh needs a process group: start it"):
+        _ = mesh.device_mesh

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,8 @@ import torch
 from ranks import on_ranks
 
 import shardlib as sl
+from shardlib import meter
+from shardlib.monitor import _split
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -65,6 +68,70 @@ def test_speed_is_that_of_the_steps_between(monkeypatch):
     assert (got[1]["step_time"], got[1]["tokens_per_s"], got[1]["mfu"]) == (0.4, 125.0, 0.75)
     assert got[2] == {"step": 20, "val_loss": 1.0}
     assert got[3]["step_time"] == 0.4, "two seconds, in which a validation was, for five steps"
+
+
+def test_a_step_is_computing_waiting_and_the_rest():
+    nap = 0.1
+
+    def body() -> Any:
+        @torch.library.custom_op("shardlib_test::late", mutates_args=())
+        def late(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            time.sleep(nap * by.item())
+            return x.clone()
+
+        late.register_fake(lambda x, by: torch.empty_like(x))
+
+        def summed(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            return sl.psum(sl.pending(late(x, by[0]).sum(), "dp"), "dp")
+
+        got: list[dict[str, float]] = []
+        with sl.make_mesh(dp=2), sl.monitor("nowhere", to=got.append) as log:
+            f = sl.jit(sl.shard_map(summed, in_specs=None, out_specs=""))
+            x = sl.shard(torch.ones(4), "n/dp")
+            for step, (by, idle) in enumerate([([0, 0], 0), ([2, 0], 0), ([1, 4], 0), ([0, 0], 2)]):
+                f(x, sl.shard(torch.tensor(by), "n/dp"))
+                time.sleep(nap * idle)
+                log(step, {"tokens": 1.0})
+        return got
+
+    first, *got = on_ranks(2, body)[0]
+    assert "compute" not in first, "which traces"
+    split = [tuple(r[k] / nap for k in ("compute", "communication", "idle")) for r in got]
+    for found, wanted in zip(split, [(2, 0, 0), (1, 3, 0), (0, 0, 2)], strict=True):
+        assert found == pytest.approx(wanted, abs=0.5)
+    assert all(r["step_time"] == pytest.approx(r["compute"] + r["communication"] + r["idle"]) for r in got)
+
+
+class Event:
+    """Stands for an event of CUDA: `at` milliseconds, once the device has come there."""
+
+    device: ClassVar[float] = 0
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= self.device
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.at - self.at
+
+
+def test_what_a_device_has_not_done_is_counted_later(monkeypatch):
+    events = map(Event, (1000, 1250, 1500, 3000, 3000, 4000))
+    monkeypatch.setattr(meter, "_event", lambda: next(events))
+    found = meter.Meter()
+    with found.program(cuda=True, marked=True):
+        found.mark()
+        found.mark()
+    with found.program(cuda=True, marked=False):
+        pass
+    assert found.read() == (0, 0, 0, 0)
+    Event.device = 3500
+    assert found.read() == (2.0, 0.25, 1, 0)
+    Event.device = 4000
+    assert found.read() == (3.0, 0.25, 2, 1)
+    assert _split(4.0, meter.Spent(), found.read()) == {"compute": 2.75, "idle": 1.0}, "not all is marked"
 
 
 class Late(torch.Tensor):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks
 
+import shardlib as sl
 import text
 import train_gpt
 
@@ -64,7 +65,9 @@ def one_text():
 def whole(tmp_path_factory):
     """A run that nothing interrupted: its folder, and the JSON object."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train(out, "--dtype", "float64", "--zero", "2", *FOUR_RANKS)
+    result = train(out, "--dtype", "float64", "--zero", "2", *FOUR_RANKS)
+    assert sl.latest(out / "checkpoints") == out / "checkpoints" / "step-00000004", "waits for the save"
+    return out, result
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """LAMB."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardlib import tree
+from shardlib.errors import listing
 from shardlib.optim.adamw import MomentsState, moments
 from shardlib.optim.base import Optimizer, bias_correction, chosen, in_full, leaves_of, rounded
 from shardlib.optim.layers import rms
@@ -24,14 +25,17 @@ def lamb(
     *,
     min_coeff: float = 0.0,
     max_coeff: float = math.inf,
+    correct: Literal["moments", "rate"] = "moments",
 ) -> Optimizer:
     """LAMB (You et al. 2020): `-lr |p| / |r| r` with Adam's `r = mhat / (sqrt(vhat) + eps) + weight_decay p`, as optax.
 
     The norms are those of the global leaf, of each layer where it is stacked; where one is 0 the ratio is 1. `mask`
-    chooses the leaves that decay. `min_coeff`, `max_coeff` bound the ratio: DeepSpeed's FusedLamb has 0.01 and 10. (It
-    also leaves both bias corrections out of `r`, so it is not this rule with other bounds.) 16-bit leaves have a
-    float32 master in the state.
+    chooses the leaves that decay. `min_coeff`, `max_coeff` bound the ratio. `correct`: what the bias corrections apply
+    to; `"rate"` leaves them out of `r` and multiplies `lr` by `sqrt(1 - b2^t) / (1 - b1^t)`, as DeepSpeed 0.19.8 does,
+    with bounds of 0.01 and 10. 16-bit leaves have a float32 master in the state.
     """
+    if correct not in (known := ("moments", "rate")):
+        raise ValueError(f"lamb: correct={correct!r} is none of {listing(known)}")
     if not 0 <= min_coeff <= max_coeff:
         raise ValueError(f"lamb: 0 <= min_coeff <= max_coeff is needed, found {min_coeff} and {max_coeff}")
     rate = as_schedule(lr)
@@ -44,6 +48,9 @@ def lamb(
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         step, count, own = rate(state.count), state.count + 1, in_full(params, state.master)
         first, second = bias_correction(b1, count), bias_correction(b2, count)
+        used = step
+        if correct == "rate":
+            used, first, second = step * second.sqrt() / first, torch.ones_like(first), torch.ones_like(second)
         grads = tree.map_(lambda g, m: g.to(m.dtype), grads, state.mu)
         mu = tree.map_(lambda g, m: b1 * m + (1 - b1) * g, grads, state.mu)
         nu = tree.map_(lambda g, v: b2 * v + (1 - b2) * g * g, grads, state.nu)
@@ -51,7 +58,7 @@ def lamb(
         def one(p: Tensor, m: Tensor, v: Tensor, decay: bool, leaf: Leaf) -> Tensor:
             r = m / first.to(m.dtype) / ((v / second.to(v.dtype)).sqrt() + eps)
             r = r + weight_decay * p if decay else r
-            return -step.to(m.dtype) * trust(p, r, leaf) * r
+            return -used.to(m.dtype) * trust(p, r, leaf) * r
 
         each = (own, mu, nu, chosen(mask, params))
         updates = map(one, *map(tree.leaves, each), leaves_of(params, "lamb"))

@@ -36,5 +36,5 @@ def explain(config: Config) -> str:
     ]
     if config.notes:
         lines += ["", "", "# Left out, or not as it is written:"]
-        lines += [f"# {path}: {why}" for path, why in sorted(config.notes.items())]
+        lines += [f"# {code(path)[1:-1]}: {why}" for path, why in sorted(config.notes.items())]
     return "\n".join(lines) + "\n"

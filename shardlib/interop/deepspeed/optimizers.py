@@ -12,14 +12,14 @@ ADAM = "lr betas eps weight_decay adam_w_mode torch_adam"
 TAKEN = {  # the honoured parameters of each optimizer, by its name in lower case
     "adam": ADAM,
     "adamw": ADAM,
+    "lamb": "lr betas eps weight_decay min_coeff max_coeff",
     "lion": "lr betas weight_decay",
     "muon": f"{ADAM} momentum muon_lr adam_lr",
     "sgd": "lr weight_decay momentum nesterov",
 }
-NAMES = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}
-BETAS = {"adam": (0.9, 0.999), "adamw": (0.9, 0.999), "lion": (0.9, 0.999), "muon": (0.9, 0.95)}
+NAMES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "muon": "Muon", "sgd": "SGD"}
+BETAS = dict.fromkeys(("adam", "adamw", "lamb", "lion"), (0.9, 0.999)) | {"muon": (0.9, 0.95)}
 REJECTED = {
-    "lamb": "DeepSpeed's leaves bias corrections out of the direction, `sl.optim.lamb` has them: other numbers",
     "adagrad": "there is no Adagrad",
     "muadam": "it needs the package mup; give every part of the parameters its rate with `sl.optim.by_path`",
     "onebitadam": "removed from DeepSpeed; `communication_data_type` of 16 bits halves what gradients send",
@@ -97,6 +97,29 @@ def _lion(settings: Settings, kind: str, rate: Any) -> Call:
     return call("optim.lion", rate, b1=b1, b2=b2, weight_decay=_param(settings, "weight_decay", 0.0))
 
 
+def _lamb(settings: Settings, kind: str, rate: Any) -> Call:
+    b1, b2 = _param(settings, "betas", BETAS[kind])
+    if _cycles(settings):
+        _cycled(settings, kind, b1)
+    settings.notes["optimizer.type"] = (
+        "Lamb: norms are those of whole leaves under every ZeRO stage, DeepSpeed's of what a rank holds of all"
+    )
+    low, high = _param(settings, "min_coeff", 0.01), _param(settings, "max_coeff", 10.0)
+    if low > high:
+        settings.problems.append(f"`optimizer.params.min_coeff` = {low} is above `optimizer.params.max_coeff` = {high}")
+    return call(
+        "optim.lamb",
+        rate,
+        b1=b1,
+        b2=b2,
+        eps=_param(settings, "eps", 1e-8),
+        weight_decay=_param(settings, "weight_decay", 0.0),
+        min_coeff=low,
+        max_coeff=high,
+        correct="rate",
+    )
+
+
 def _sgd(settings: Settings, kind: str, rate: Any) -> Call:
     for name in ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"):
         if f"scheduler.params.{name}" in settings.given:
@@ -120,7 +143,7 @@ def _muon(settings: Settings, kind: str, rate: Any) -> Call:
     return call("optim.by_path", {MATRICES: muon, "**": adam})
 
 
-_OPTIMIZERS = {"adam": _adam, "adamw": _adam, "lion": _lion, "sgd": _sgd, "muon": _muon}
+_OPTIMIZERS = {"adam": _adam, "adamw": _adam, "lamb": _lamb, "lion": _lion, "sgd": _sgd, "muon": _muon}
 
 # ---- schedules
 

@@ -145,7 +145,10 @@ def _parsed(source: Source) -> Mapping[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as e:
-        raise ConfigError(f"{source} is no JSON: {e}; comments and trailing commas have to go") from None
+        mend = (
+            f"Comments, trailing commas and words without quotes (Hjson) have to go: python -m hjson.tool -j {source}"
+        )
+        raise ConfigError(f"{source} is no JSON: {e}\n  {mend}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{source} holds no JSON object, but {type(found).__name__}")
     return found

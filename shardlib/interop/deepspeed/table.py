@@ -26,7 +26,7 @@ sequence_parallel_size | int>0 | rejected unless 1 |
 
 OPTIMIZER = """
 optimizer.type | text | honoured |
-    Adam, AdamW, Lion, Muon, or torch's SGD, as an optimizer of `sl.optim`; others are rejected
+    Adam, AdamW, Lamb, Lion, Muon, or torch's SGD, as an optimizer of `sl.optim`; others are rejected
 optimizer.legacy_fusion | bool | not needed | there is one way to run an optimizer
 optimizer.params.lr | number>=0 auto=lr | honoured | the rate, unless there is a scheduler
 optimizer.params.betas | pair auto=betas | honoured | `b1`, `b2`
@@ -35,7 +35,7 @@ optimizer.params.weight_decay | number>=0 auto=weight_decay | honoured |
     `weight_decay`; torch's AdamW has 0.01 by default
 optimizer.params.adam_w_mode | bool | honoured | true, the default, makes Adam AdamW; false: `optim.adam`
 optimizer.params.torch_adam | bool | honoured | the same numbers; torch's default of weight_decay
-optimizer.params.bias_correction | bool | rejected unless true | `optim.adamw` corrects its averages
+optimizer.params.bias_correction | bool | rejected unless true | optimizers of `sl.optim` correct their averages
 optimizer.params.amsgrad | bool | rejected unless false | there is no AMSGrad, nor has DeepSpeed's FusedAdam one
 optimizer.params.maximize | bool | rejected unless false | negate the loss
 optimizer.params.{set_grad_none,foreach,fused,capturable,differentiable} | bool? | not needed |
@@ -51,7 +51,8 @@ optimizer.params.ns_method | gram|standard | not needed |
     two orders of one iteration; `optim.muon` runs it in float32
 optimizer.params.per_head_muon | bool | rejected unless false |
     name the heads: `spec(matrix=)` says what a matrix is
-optimizer.params.{max_coeff,min_coeff,eps_inside_sqrt} | any | rejected | of Lamb, which is rejected
+optimizer.params.{max_coeff,min_coeff} | number>=0 | honoured | of Lamb: bounds of its trust ratio; 0.01 and 10
+optimizer.params.eps_inside_sqrt | bool | rejected unless false | `optim.lamb` adds `eps` to the root
 scheduler.type | WarmupLR|WarmupDecayLR|WarmupCosineLR|OneCycle|LRRangeTest | honoured |
     a schedule of `sl.optim`, as DeepSpeed's engine calls it
 scheduler.params.warmup_min_lr | number>=0 auto= | honoured | `start`
@@ -68,7 +69,7 @@ scheduler.params.{cycle_first_stair_count,cycle_second_stair_count} | int>=0? | 
     `up_stairs` and `down_stairs`
 scheduler.params.{decay_lr_rate,decay_step_size} | number>=0 | honoured | `decay_rate` and `decay_steps`
 scheduler.params.cycle_momentum | bool | honoured |
-    Adam's b1 by `one_cycle_momentum`, its b2 0.99; true by default, and rejected for Lion and Muon
+    Adam's b1 by `one_cycle_momentum`, its b2 0.99; true by default, and rejected for Lamb, Lion and Muon
 scheduler.params.{cycle_min_mom,cycle_max_mom,decay_mom_rate} | number>=0 | honoured | `low`, `high`, `decay_rate`
 scheduler.params.lr_range_test_min_lr | number>=0 | honoured | `start` of `lr_range_test`
 scheduler.params.lr_range_test_step_size | int>0 | honoured | `steps`
