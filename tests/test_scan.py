@@ -162,7 +162,7 @@ def test_regional_compiles_one_layer(monkeypatch):
             for a, b in zip(plain, got, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
             counts.append(len(made))
-    assert counts[2] == 2 * counts[1] > 2
+    assert 2 < counts[2] - counts[1] <= counts[1]
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
