@@ -18,7 +18,7 @@ from shardlib.cache import Program, cached
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.digests import fingerprint, titles
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.memory import Point, alive, explained
+from shardlib.graph.memory import Point, alive, explained, turns
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.text import listing_of
@@ -90,9 +90,12 @@ class Lowered:
         return collectives(self.module)
 
     def memory(self, *kinds: str) -> Point:
-        """The moment when most is alive on a rank, of some kinds or of all, and the bytes of each: `parameters`, their
-        `copies` (gathered, sliced), `buckets` to be sent, `gradients`, `optimizer` and `other`."""
-        return max(alive(self._here(self.module)), key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
+        """The moment when most is alive on a rank (of a pipeline, that which holds most), of some kinds or of all, and
+        the bytes of each: `parameters`, their `copies` (gathered, sliced), `buckets` to be sent, `gradients`,
+        `optimizer`, `activations` (what a pipeline keeps between actions) and `other`."""
+        module = self._here(self.module)
+        points = (p for turn in range(turns(module)) for p in alive(module, turn=turn))
+        return max(points, key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
 
     def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
         """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.

@@ -71,7 +71,7 @@ LAYERS = [
     ],
     ["jit", "profile"],
     ["analysis", "accumulate"],
-    ["pipeline.stages", "pipeline.arguments", "pipeline.weights", "pipeline.turns", "pipeline.run"],
+    ["pipeline.sums", "pipeline.stages", "pipeline.arguments", "pipeline.weights", "pipeline.turns", "pipeline.run"],
     ["show"],  # tables for people
     ["step"],
     [  # configs of DeepSpeed

@@ -13,6 +13,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import schedules, tree
 from shardlib.errors import ShardError
+from shardlib.graph.nodes import op_name
 
 # ---- values
 
@@ -58,14 +59,19 @@ def test_schedules_meshes_micro_batches_and_stages(pp: int) -> None:
         assert error(None, pp=pp, dp=2, loss=loss, **case) < 1e-12, (name, m, zero, tied)
 
 
+TRACED: dict[int, Any] = {}  # by stages on a rank, the functions, which all schedules share
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", PP)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_of_them(name: str, pp: int) -> None:
-    """Their product: gradients (as SGD applies them), loss, norm and state, stages of two layers."""
+@pytest.mark.parametrize("pp", PP)
+def test_all_of_them(pp: int, name: str) -> None:
+    """Their product: gradients (as SGD applies them), loss, norm and state, stages of two layers. Nearly all of the
+    time is that of tracing what each rank does, which differs."""
     v = NAMES[name]
     for m, tied in itertools.product(MICROBATCHES, (True, False)):
         loss = sl.pipeline(first, stage, last, made(name, m))
+        loss.traced = TRACED.setdefault(v, loss.traced)
         case: dict[str, Any] = dict(v=v, layers=2 * v * pp, rows=2 * m, tied=tied, jit=False, steps=1, loss=loss)
         for zero in range(4):
             assert error(None, pp=pp, dp=2, zero=zero, **case) < 1e-12, (m, tied, zero)
@@ -113,8 +119,6 @@ def test_a_program_calls_each_function_once_traced() -> None:
     with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
         state = step.init(sl.shard(model(weights(4, True), 1), specs(True, 1)))
         program = step.lower(state, sl.shard(batch(8, 0), "batch/dp seq"))
-        with pytest.raises(sl.SpecError, match=r"testing\.memory: ranks of the pipeline \w+ run different graphs"):
-            sl.testing.memory(step, state, sl.shard(batch(8, 0), "batch/dp seq"))
     graphs = {name for name in program.program if not name.startswith("layer")}
     functions = {f"{f}{way}" for f in ("first", "stage", "last") for way in ("", "_backward")}
     assert graphs == {"step", "pipeline", "weights"} | functions
@@ -123,6 +127,17 @@ def test_a_program_calls_each_function_once_traced() -> None:
     tied = [c for c in sent if "embed" in c.name and len(c.shape) == 2]
     assert [(c.op, c.axis) for c in tied] == [("all_gather", "pp"), ("psum_scatter", "pp")]
     assert "isend(" in program.as_text() and program.memory().total > 0
+
+
+def test_what_is_recomputed_is_so_in_the_first_half_of_a_backward() -> None:
+    """Of a function of a user's: `I` makes again what `remat` did not keep, `W` has matrix products alone."""
+    step = sl.jit(sl.step(sl.pipeline(first, stage, last, schedules.zero_bubble(2)), sl.optim.sgd(0.1)))
+    with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
+        state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
+        program = step.lower(state, sl.shard(batch(4, 0), "batch/dp seq")).program
+    ops = {half: [op_name(n) for n in program[f"stage_{half}"].graph.nodes] for half in ("input", "weight")}
+    assert ops["input"].count("tanh") == 1 and ops["input"].count("mm") == 3
+    assert "tanh" not in ops["weight"] and ops["weight"].count("addmm") == 2
 
 
 def test_weights_are_gathered_as_often_as_the_layout_says() -> None:
@@ -165,7 +180,12 @@ GPIPE = schedules.gpipe(2)
     ("functions", "schedule", "options", "said"),
     [
         ((first, over_pp, last), GPIPE, {}, "`pp`: inside a function of the pipeline over `pp` nothing runs over that"),
-        ((first, stage, last), GPIPE, {"layers": 1}, r"has 1 layers, which are \[1, 0\] on the 2 ranks of `pp`: every"),
+        (
+            (first, stage, last),
+            GPIPE,
+            {"layers": 1},
+            "rank 1, step 2: F1.0 is of a stage without layers: .* has 1 layers, which are",
+        ),
         (
             (first, stage, last),
             schedules.zbv(2),
@@ -174,6 +194,7 @@ GPIPE = schedules.gpipe(2)
         ),
         ((first, stage, last), GPIPE, {"v": 2}, r'1 on each of 2 ranks: stack blocks by sl.stack\("layers/pp"\)'),
         ((first, stage, last), GPIPE(3), {}, "the schedule is for 3 ranks, `pp` has 2"),
+        ((first, stage, last), schedules.gpipe, {}, r"with the 2 ranks, gives gpipe\(microbatches=2\) and no Schedule"),
         (
             (first, stage, last),
             schedules.gpipe(3),

@@ -4,13 +4,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from piped import batch, error, first, last, model, specs, stage, weights
+from piped import batch, error, first, last, model, specs, weights
 from ranks import on_ranks
 from torch import Tensor
 from torch.fx import GraphModule
@@ -34,23 +33,29 @@ def test_processes_do_as_one(tmp_path: Path) -> None:
     assert [f.suffix for f in tmp_path.iterdir()] == [".jsonl"]
 
 
+def a_scan(options: dict[str, Any] | None) -> list[float]:
+    """Loss and gradient of element-wise layers in a loop, two on each rank: few things to compile."""
+
+    def each(blocks: Any, x: Tensor, mb: Tensor) -> Tensor:
+        return sl.scan(lambda x, w: (x + torch.tanh(x * w["w"]), None), x, blocks)[0]
+
+    def end(p: Any, x: Tensor, mb: Tensor) -> sl.Mean:
+        return sl.Mean.of("batch/dp model", x * x)
+
+    loss = sl.pipeline(lambda p, mb: mb, each, end, schedules.one_f_one_b(2))
+    f = sl.shard_map(lambda p, mb: sl.value_and_grad(loss)(p, mb), in_specs=None, out_specs=None)
+    f = f if options is None else sl.jit(f, **options)
+    w, x = (torch.linspace(-1, 2, 20, dtype=torch.float64).view(4, 5) + i for i in range(2))
+    with sl.make_mesh(dp=1, pp=2, simulate=options is None):
+        value, grads = f(sl.shard({"w": w}, sl.stack({"w": "model"}, "layers/pp")), sl.shard(x, "batch/dp model"))
+        return [sl.gather(value).item(), *sl.gather(grads)["w"].flatten().tolist()]
+
+
 @pytest.mark.parametrize("options", [dict(backend="regional"), dict(passes=[])], ids=["regional", "no passes"])
 def test_a_scan_inside_a_stage(options: dict[str, Any]) -> None:
-    """Compiled in regions, and as it was traced: two layers in a loop on either rank."""
-
-    def body() -> tuple[float, float]:
-        step = sl.jit(sl.step(sl.pipeline(first, stage, last, schedules.one_f_one_b(2)), sl.optim.sgd(0.1)), **options)
-        with sl.make_mesh(dp=1, tp=1, pp=2):
-            state = step.init(sl.shard(model(weights(4, True), 1), specs(True, 1)))
-            _, metrics = step(state, sl.shard(batch(4, 0), "batch/dp seq"))
-            return metrics["loss"].item(), metrics["grad_norm"].item()
-
-    with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
-        step = sl.step(sl.pipeline(first, stage, last, schedules.one_f_one_b(2)), sl.optim.sgd(0.1))
-        state = step.init(sl.shard(model(weights(4, True), 1), specs(True, 1)))
-        _, metrics = step(state, sl.shard(batch(4, 0), "batch/dp seq"))
-    wanted = metrics["loss"].item(), metrics["grad_norm"].item()
-    for found in on_ranks(2, body, seconds=120):
+    """Compiled in regions, and as it was traced."""
+    wanted = a_scan(None)
+    for found in on_ranks(2, a_scan, options, seconds=120):
         assert found == pytest.approx(wanted, abs=1e-12)
 
 
@@ -62,18 +67,56 @@ def plainly(blocks: Any, x: Any, mb: Any) -> Any:
     return x | {"x": sl.psum("batch/dp seq model +tp -> batch/dp seq model", h)}
 
 
-def told(at: Callable[[], None], noted: Path, timeout: float = 20) -> tuple[dict[int, str], str]:
-    """What each of two ranks raises where rank 1 does `at()` in the second forward of its stage, and all that is said.
-    `noted`: a file for the time at which it does."""
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "TICK", 0.05)
+    monkeypatch.setattr(watch, "PATIENCE", 0.3)
+    monkeypatch.setattr(watch, "ANSWER", 1.0)
+
+
+def looked_up(p: Any, x: Any, mb: Any) -> Any:
+    """Raises where a token is none of the four numbers of `x`."""
+    return sl.Mean.of("batch/dp seq", x["x"].gather(-1, mb["targets"].unsqueeze(-1)).squeeze(-1))
+
+
+def with_a_token(token: int, simulate: bool, jit: bool, timeout: float = 20) -> None:
+    """A step that is well, then one whose second micro-batch holds this token."""
+    step = sl.step(sl.pipeline(first, plainly, looked_up, schedules.gpipe(2)), sl.optim.sgd(0.1))
+    step = sl.jit(step) if jit else step
+    with sl.make_mesh(dp=1, tp=1, pp=2, simulate=simulate, timeout=timeout):
+        state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
+        for tokens in (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[0, 1, 2], [0, token, 2]])):
+            state, _ = step(state, sl.shard({"tokens": tokens, "targets": tokens}, "batch/dp seq"))
+
+
+WHERE = "stage 1, micro-batch 1, forward (F1.1): RuntimeError: index 5 is out of bounds"
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_stage_that_raises_ends_all_ranks_with_its_message(quick: None, jit: bool) -> None:
+    def body() -> str:
+        began = time.time()
+        with pytest.raises(sl.RankError) as e:
+            with_a_token(5, simulate=False, jit=jit, timeout=20)
+        assert time.time() - began < 20
+        return str(e.value)
+
+    said = on_ranks(2, body)
+    assert said[1].startswith(WHERE) and said[0].startswith(f"rank 1 failed: RankError: {WHERE}")
+
+
+def test_a_rank_killed_in_the_middle_is_named(quick: None, tmp_path: Path) -> None:
+    """Rank 1 in the second forward of its stage."""
+    noted = tmp_path / "time"
 
     def body() -> None:
-        mesh, runs = sl.make_mesh(dp=1, tp=1, pp=2, timeout=timeout), list[int]()
+        mesh, runs = sl.make_mesh(dp=1, tp=1, pp=2, timeout=20), list[int]()
 
         def stop() -> None:
             runs.append(1)
             if mesh.rank == 1 and len(runs) == 2:
                 noted.write_text(str(time.time()))
-                at()
+                os.kill(os.getpid(), signal.SIGKILL)
 
         def stopping(module: GraphModule) -> GraphModule:
             for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.tanh.default]:
@@ -88,51 +131,19 @@ def told(at: Callable[[], None], noted: Path, timeout: float = 20) -> tuple[dict
                 state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
                 step(state, sl.shard(batch(6, 0), "batch/dp seq"))
         except sl.RankError as e:
-            assert time.time() - float(noted.read_text()) < timeout
-            raise RuntimeError(f"<rank {mesh.rank}>{e}<end>") from None
+            assert time.time() - float(noted.read_text()) < 20
+            raise RuntimeError(f"<rank {mesh.rank}>{e}") from None
 
-    with pytest.raises(AssertionError) as failed:
+    with pytest.raises(AssertionError, match="rank 1 of 2 died with exit code -9") as failed:
         on_ranks(2, body, seconds=60)
-    said = str(failed.value)
-    return {int(r): x for r, x in re.findall(r"RuntimeError: <rank (\d)>(.*?)<end>", said, re.DOTALL)}, said
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "TICK", 0.05)
-    monkeypatch.setattr(watch, "PATIENCE", 0.3)
-    monkeypatch.setattr(watch, "ANSWER", 1.0)
-
-
-def test_a_stage_that_raises_ends_all_ranks_with_its_message(quick: None, tmp_path: Path) -> None:
-    def raises() -> None:
-        raise ValueError("bad row 17")
-
-    said, _ = told(raises, tmp_path / "time")
-    own = "stage 1, micro-batch 1, forward (F1.1): ValueError: bad row 17"
-    assert said[1] == own and said[0].splitlines()[0] == f"rank 1 failed: RankError: {own}"
-
-
-def test_a_rank_killed_in_the_middle_is_named(quick: None, tmp_path: Path) -> None:
-    said, whole = told(lambda: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "time")
-    assert said.keys() == {0} and "rank 1 of 2 died with exit code -9" in whole
-    assert said[0].startswith("rank 1 did not answer: killed, frozen, or cut off with the host; rank 0 waited for ")
+    said = "rank 1 did not answer: killed, frozen, or cut off with the host; rank 0 waited for "
+    assert f"RuntimeError: <rank 0>{said}" in str(failed.value)
 
 
 def test_a_simulated_rank_that_raises_names_its_action() -> None:
-    def bad(p: Any, x: Any, mb: Any) -> Any:
-        return sl.Mean.of("batch/dp seq", x["x"].gather(-1, mb["targets"].unsqueeze(-1)).squeeze(-1))
-
-    def run(tokens: Tensor) -> None:
-        loss = sl.pipeline(first, plainly, bad, schedules.gpipe(2))
-        step = sl.step(loss, sl.optim.sgd(0.1))
-        with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
-            state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
-            step(state, sl.shard({"tokens": tokens, "targets": tokens}, "batch/dp seq"))
-
-    run(torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(sl.RankError, match=r"stage 1, micro-batch 1, forward \(F1.1\): RuntimeError: index 5") as e:
-        run(torch.tensor([[0, 1, 2], [0, 5, 2]]))
+    with_a_token(3, simulate=True, jit=False)
+    with pytest.raises(sl.RankError, match=re.escape(WHERE)) as e:
+        with_a_token(5, simulate=True, jit=False)
     assert any("rank 1" in x for x in [str(e.value), *getattr(e.value, "__notes__", [])])
 
 

@@ -1,5 +1,6 @@
 """Schedules as data: what the papers say of them, what cannot run, how they are drawn."""
 
+import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -72,10 +73,10 @@ TWO = ["RF1.0", "F1.0", "B1.0", "SB1.0", "RF1.1", "F1.1", "B1.1", "SB1.1"]
     [
         ([["F0.0", "G0.0"]], r"rank 0, step 1: 'G0.0' is no action"),
         ([["F0.0", "F0.0", "B0.0"]], r"rank 0, step 1: F0.0 stands twice, first at rank 0, step 0"),
-        ([["F0.0"], ["F1.0", "B1.0"]], r"rank 0, step 0: F0.0 is there, B0.0 is missing; there are 1 micro-b"),
+        ([["F0.0"], ["F1.0", "B1.0"]], r"rank 0, step 0: F0.0 is there, B0.0 is missing; micro-batches: 1$"),
         ([["F0.0", "I0.0"]], r"rank 0, step 0: F0.0 is there, W0.0 is missing"),
         ([["F0.0", "B0.0", "B0.1"]], r"rank 0, step 2: B0.1 is there, F0.1 is missing"),
-        ([["F0.0", "B0.0", "F0.2", "B0.2"]], r"rank 0, F0.1 is missing; there are 3 micro-batches"),
+        ([["F0.0", "B0.0", "F0.2", "B0.2"]], r"rank 0, F0.1 is missing; micro-batches: 3"),
         ([[], []], r"a schedule has actions; these lists are empty"),
         ([["F0.0", "B0.0", "W0.0"]], r"rank 0, step 1: B0.0 stands beside I or W"),
         ([["F0.0", "B0.0", "F1.0"], ["B1.0"]], r"rank 1, step 0: B1.0 is an action of stage 1, which rank 0 holds"),
@@ -119,8 +120,19 @@ def test_drawn(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["  0 F0 F1 ······B0    F2 B1    ···B2", "  1    F0 B0    F1 B1    F2 B2"]
     assert printed[2] == "one_f_one_b: idle 25.0%; live activations by rank: 2 1"
-    picture = ET.parse(tmp_path / "picture.svg").getroot()
-    boxes = [e for e in picture if e.get("fill-opacity")]
+    boxes = [e for e in ET.parse(tmp_path / "picture.svg").getroot() if e.get("fill-opacity")]
     assert len(boxes) == 12 and {e.get("width") for e in boxes} == {"26.0", "52.0"}
-    ends = [float(e.get("x", 0)) + float(e.get("width", 0)) for e in boxes]
-    assert max(ends) < float(picture.get("width", 0))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_drawn_lies_beside_each_other_in_the_picture(name: str) -> None:
+    made = Schedule(RECIPES[name](7)(3).lists, "1 < 2 & 3")
+    picture = ET.fromstring(made.as_svg(forward=2, input=1, weight=1.5, send=0.25))
+    wide, rows = float(picture.get("width", 0)), dict[str, list[tuple[float, float]]]()
+    for e in picture:
+        if e.get("fill-opacity"):
+            x = float(e.get("x", 0))
+            rows.setdefault(e.get("y", ""), []).append((x, x + float(e.get("width", 0))))
+    assert len(rows) == 3 and sum(map(len, rows.values())) == sum(a.kind in COMPUTE for r in made.lists for a in r)
+    for row in rows.values():
+        assert all(a[1] <= b[0] + 0.2 for a, b in itertools.pairwise(row)) and row[-1][1] < wide

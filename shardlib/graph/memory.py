@@ -22,17 +22,20 @@ from shardlib.graph.buckets import PACK, UNPACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.lines import said_at
 from shardlib.graph.nodes import KEEP, STARTS, WAIT, arg, inputs, outputs, positions, roots
-from shardlib.switch import AT
+from shardlib.switch import AT, Switch
+from shardlib.wire import SEND, SENT
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
 _COPIES = frozenset("clone constant_pad_nd cat own_slice unpack".split())
+HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 
 
 @dataclass(frozen=True)
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
-    (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer` and `other`."""
+    (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer`, `activations` (what the forward
+    of a pipeline's stage is handed and keeps for its backward, or one half of that for the other) and `other`."""
 
     graph: str
     node: str
@@ -49,19 +52,25 @@ class Point:
         return sum(self.bytes[k] for k in ("parameters", "gradients", "optimizer"))
 
 
-def alive(module: GraphModule, donated: Collection[int] = ()) -> list[Point]:
+def alive(module: GraphModule, donated: Collection[int] = (), turn: int = 0) -> list[Point]:
     """The points of a jitted program in order, those of a called graph at each call.
 
-    `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end.
+    `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end. `turn`:
+    the index of the rank in its pipeline.
     """
     given = inputs(module.graph)
     gone = ["donated" in n.meta or n.meta.get("path", "").split(".")[0] in map(str, donated) for n in given]
-    return list(holding(module).points(Counter(), gone))
+    return list(holding(module, turn).points(Counter(), gone))
 
 
-def holding(module: GraphModule) -> "Storages":
+def turns(module: GraphModule) -> int:
+    """How many ranks of a program run graphs of their own: those of its pipeline."""
+    return max((len(m.turns) for m in module.modules() if isinstance(m, Switch)), default=1)
+
+
+def holding(module: GraphModule, turn: int = 0) -> "Storages":
     """The storages of a jitted program and, within, of the graphs that it calls."""
-    return Storages(module, "step", [_of_path(n.meta.get("path", "")) for n in inputs(module.graph)])
+    return Storages(module, "step", [_of_path(n.meta.get("path", "")) for n in inputs(module.graph)], turn)
 
 
 def _of_path(path: str) -> str:
@@ -71,13 +80,13 @@ def _of_path(path: str) -> str:
 
 class Storages:
     """The storages of one graph, by the node that makes each: what they hold, how large they are, when they begin and
-    end. `kinds`: what the inputs hold.
+    end. `kinds`: what the inputs hold; `turn`: as of `alive`.
 
     An operand that is sent stays to the wait, since the process group holds it; results of one op or call stay
     together until the last is taken out.
     """
 
-    def __init__(self, module: GraphModule, name: str, kinds: Sequence[str]) -> None:
+    def __init__(self, module: GraphModule, name: str, kinds: Sequence[str], turn: int) -> None:
         self.graph, self.name, self.nodes = module.graph, name, list(module.graph.nodes)
         self.inputs, self.results = inputs(self.graph), outputs(self.graph)
         self.kinds: dict[Any, str] = dict(zip(self.inputs, kinds, strict=True))
@@ -86,7 +95,8 @@ class Storages:
         for node in self.graph.nodes:
             child = module.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(child, GraphModule) and not isinstance(child, Island):
-                self.called[node] = Storages(child, str(node.target), [self.kind(a) for a in node.args])
+                child = child.turn(turn) if isinstance(child, Switch) else child
+                self.called[node] = Storages(child, str(node.target), [self.kind(a) for a in node.args], turn)
             self.kinds.setdefault(node, self._holds(node))
             if "kind" in node.meta:
                 self.kinds |= {root: node.meta["kind"] for root in self.roots[node]}
@@ -127,7 +137,7 @@ class Storages:
     def _live(self) -> None:
         """When every storage begins and ends."""
         sends = [
-            (n, [r for x in n.all_input_nodes for r in self.roots[x]]) for n in self.graph.nodes if n.target in KEEP
+            (n, [r for x in n.all_input_nodes for r in self.roots[x]]) for n in self.graph.nodes if n.target in HELD
         ]
         for node in self.graph.nodes:
             if self.roots[node] == {node}:
@@ -141,7 +151,7 @@ class Storages:
                 self.ends |= {key: node for key in (*self.roots[used], *self.begins.get(used, ()))}
         order, last = positions(self.graph), self.nodes[-1]
         for start, keys in sends:
-            end = next((u for u in start.users if u.target is WAIT), last)
+            end = next((u for u in start.users if u.target in (WAIT, SENT)), last)
             self.ends |= {k: max(self.ends[k], end, key=order.__getitem__) for k in keys}
             self.sent |= {i: keys for i, result in enumerate(self.results) if result is start}
 
@@ -244,9 +254,10 @@ def _failing(e: Exception) -> tuple[str, str]:
 
 
 def _told(module: GraphModule, graph: str, name: str) -> str:
-    points = alive(module)
+    each = [alive(module, turn=i) for i in range(turns(module))]
+    found = ((points, p) for points in each for p in points if (p.graph, p.node) == (graph, name))
+    points, here = next(found, (each[0], None))
     peak = max(points, key=lambda point: point.total)
-    here = next((p for p in points if (p.graph, p.node) == (graph, name)), None)
     parts: dict[str, Any] = {name.rpartition(".")[2] or "step": m for name, m in module.named_modules()}
     said, columns = [], [("where it ran out", here), ("at the peak", peak)]
     columns = [(what, point) for what, point in columns if point is not None]

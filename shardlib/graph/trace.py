@@ -81,6 +81,12 @@ def meta(x: Tensor, here: Region | None = None) -> Meta:
     )
 
 
+def without_values(metas: Sequence[Meta]) -> list[Tensor]:
+    """Tensors like these without values, wherever this is called from."""
+    with isolated(), FakeTensorMode():
+        return [m.empty() for m in metas]
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Inside, Python does not look for garbage in cycles: a trace makes none worth the time that the search takes."""

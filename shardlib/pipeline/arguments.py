@@ -16,6 +16,7 @@ from shardlib.errors import ScheduleError, SpecError
 from shardlib.graph.trace import Meta, meta
 from shardlib.mesh import Inner
 from shardlib.parts import Part, places
+from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
 from shardlib.pipeline.stages import Inputs
 from shardlib.spec import Dim, Spec
@@ -30,7 +31,13 @@ def stacked_over(spec: Spec, axis: str) -> bool:
 
 def on(schedule: Schedule | Callable[[int], Schedule], ranks: int) -> Schedule:
     """The schedule for so many ranks."""
-    return schedule if isinstance(schedule, Schedule) else schedule(ranks)
+    made = schedule if isinstance(schedule, Schedule) else schedule(ranks)
+    if not isinstance(made, Schedule):
+        raise ScheduleError(
+            f"the schedule, called with the {ranks} ranks, gives {made!r} and no Schedule: take sl.schedules.gpipe(4), "
+            "which is given micro-batches, or a function of the ranks that returns sl.Schedule(lists)"
+        )
+    return made
 
 
 class Arguments:
@@ -138,9 +145,12 @@ class Arguments:
         bounds = [cuts.bounds(n, (self.axis,), sizes, {self.axis: r}) for r in range(self.ranks)]
         counts = [stop - start for start, stop in bounds]
         if 0 in counts:
+            empty = Action("F", counts.index(0), 0)
+            rank = self.schedule.placement[empty.stage]
             raise SpecError(
+                f"rank {rank}, step {self.schedule.lists[rank].index(empty)}: {empty} is of a stage without layers: "
                 f"`{self.paths[self.own[0]]}` has {n} layers{' in each run' * (v > 1)}, which are {counts} on the "
-                f"{self.ranks} ranks of `{self.axis}`: every stage needs one; take more layers or fewer ranks"
+                f"{self.ranks} ranks of `{self.axis}`; take more layers or fewer ranks"
             )
         return [counts[s % self.ranks] for s in range(self.schedule.stages)]
 

@@ -1,6 +1,7 @@
 """Timelines as text and as SVG. Plain data."""
 
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
 
 from shardlib.pipeline.actions import MEANS
@@ -40,11 +41,11 @@ def svg(rows: Sequence[Sequence[Box]], title: str, unit: int = 26, height: int =
     scale, left, top = unit / least, 54, 34
     kinds = [k for k in COLOURS if any(b.kind == k for row in rows for b in row)]
     wide, tall = int(left + end * scale + 12), top + len(rows) * (height + 4) + 34
-    wide = max(wide, 8 * len(title) + 20, left + 150 * len(kinds))
+    wide = max(wide, 8 * len(title) + 20, left + 150 * len(kinds) + 210)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" font-family="sans-serif" '
         f'font-size="12"><rect width="{wide}" height="{tall}" fill="white"/>',
-        f'<text x="8" y="20" font-size="13">{title}</text>',
+        f'<text x="8" y="20" font-size="13">{escape(title)}</text>',
     ]
     for number, row in enumerate(rows):
         y = top + number * (height + 4)
@@ -62,4 +63,6 @@ def svg(rows: Sequence[Sequence[Box]], title: str, unit: int = 26, height: int =
         x, y = left + i * 150, tall - 24
         out.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         out.append(f'<text x="{x + 20}" y="{y + 12}">{MEANS[kind]}</text>')
+    if any(b.chunk for row in rows for b in row):
+        out.append(f'<text x="{left + 150 * len(kinds)}" y="{tall - 12}">paler: a later stage of the rank</text>')
     return "\n".join([*out, "</svg>\n"])

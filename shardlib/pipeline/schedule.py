@@ -116,7 +116,7 @@ class Schedule:
 
     def as_svg(self, **costs: float) -> str:
         """The timeline as a picture."""
-        told = f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} micro-batches"
+        told = f"{self.name}: ranks {self.ranks}, stages {self.stages}, micro-batches {self.microbatches}"
         return draw.svg([self._row(r, costs) for r in range(self.ranks)], f"{told}, idle {self.idle(**costs):.1%}")
 
     def show(self, svg: str | None = None, **costs: float) -> None:
@@ -171,7 +171,7 @@ def check_complete(lists: Lists) -> None:
             if missing := [a for a in wanted if a not in seen]:
                 beside = next((a for a in wanted if a in seen), None)
                 where = f"rank {rank}" if beside is None else f"rank {rank}, step {seen[beside][1]}: {beside} is there"
-                raise ScheduleError(f"{where}, {missing[0]} is missing; there are {n} micro-batches")
+                raise ScheduleError(f"{where}, {missing[0]} is missing; micro-batches: {n}")
     for run in range(0, len(at), p):
         held = [at[s] for s in range(run, min(run + p, len(at)))]
         if sorted(held) != list(range(p)):

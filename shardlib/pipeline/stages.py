@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
@@ -16,8 +16,10 @@ from shardlib.autodiff import accepted, aux_tree, parts_of_loss
 from shardlib.errors import SpecError, defined
 from shardlib.graph.joint import Joint, again, joint
 from shardlib.graph.nodes import ancestors, clean, inputs, outputs, used_placeholders
-from shardlib.graph.trace import Meta
+from shardlib.graph.trace import Meta, without_values
+from shardlib.insert import isolated
 from shardlib.mesh import Inner
+from shardlib.pipeline.sums import Place, adding
 from shardlib.spec import Dim
 from shardlib.types import Region, region
 
@@ -48,6 +50,7 @@ class Traced:
     coefficients: tuple[float, ...] = ()
     changes: int = 0
     _halves: Halves | None = None
+    _adding: dict[Any, GraphModule] = field(default_factory=dict)
 
     @property
     def given(self) -> list[Meta]:
@@ -69,6 +72,25 @@ class Traced:
         if self._halves is None:
             self._halves = _halved(self.joint.backward, self.of_parameters)
         return self._halves
+
+    def adding(
+        self, module: GraphModule, results: Sequence[Meta], into: Sequence[Meta | None]
+    ) -> tuple[GraphModule, list[Meta]]:
+        """A graph of its backward that adds gradients to sums, and what that gives. `into`: for each parameter that has
+        a gradient its sum, or None where that is one of the results still."""
+        sums, places = [m for m in into if m], list[Place | None]()
+        numbers = iter(range(len(sums)))
+        for m, layers in zip(into, self.layers, strict=True):
+            k = next(numbers) if m else None
+            places += [None if k is None else Place(k, n if layers else None) for n in range(max(1, layers))]
+        places += [None] * (len(results) - len(places))
+        key = (id(module), *places, *sums)
+        if sums and key not in self._adding:
+            like = without_values(sums)
+            with isolated():
+                self._adding[key] = adding(module, places, like)
+        rest = [m for m, place in zip(results, places, strict=True) if place is None]
+        return self._adding.get(key, module), [*rest, *sums]
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,9 @@ class Work:
         """The graph that does it, a turn for each rank."""
         root, turns = torch.nn.Module(), []
         for index in range(self.schedule.ranks):
-            module, _, _ = typed(lambda *xs, i=index: _Turn(self, i, xs).results(), self.mesh, self.metas, "pipeline")
+            module, _, _ = typed(
+                lambda *xs, i=index: _Turn(self, i, xs).results(), self.mesh, self.metas, "pipeline", lines=False
+            )
             for name, child in module.named_children():
                 root.add_module(name, child)
             turns.append(module.graph)
@@ -174,6 +176,7 @@ class _Turn:
         self.handles: dict[tuple[str, int], list[Tensor]] = {}
         self.weights: dict[int, list[Tensor]] = {}  # by stage, as they were last gathered
         self.sums, self.reduced = Sums(), Sums()
+        self.added: dict[Any, Tensor] = {}  # sums of gradients that the functions' graphs make themselves
 
     def results(self) -> list[Tensor]:
         """Do the actions; what the rank gives."""
@@ -194,8 +197,8 @@ class _Turn:
             keys += [("own", chunk, i) for chunk in range(work.chunks) for i in own] + [("rest", i) for i in rest]
         out = []
         for key, m in zip(keys, work.results, strict=True):
-            sums = self.sums if key[0] == "total" or self.work.summed_as(key) is None else self.reduced
-            x = sums.get(key)
+            sums = self.sums if key[0] == "total" or work.summed_as(key) is None else self.reduced
+            x = self.added.get(key, sums.get(key))
             layers = [sums[of] for n in range(m.shape[0] if m.shape else 0) if (of := (*key, n)) in sums]
             if layers:
                 x = torch.stack(layers) if x is None else x + torch.stack(layers)  # one end may use the leaf whole
@@ -238,7 +241,8 @@ class _Turn:
         target = added(self.work.name(f), made.forward)
         out = call(target, given, [*f.given, *made.kept])
         if self.work.backward:
-            self.saved[id(f), s, k] = given[len(params) :], out[len(f.given) :]
+            kept = noted("kind", "activations", [*handed, *out[len(f.given) :]])[len(handed) :]
+            self.saved[id(f), s, k] = given[len(params) :], kept
         return out[: len(f.given)]
 
     def _losses(self) -> list[Tensor]:
@@ -283,39 +287,54 @@ class _Turn:
         args = self._arguments(f, k, cotangents, s)
         if not f.joint.gradients:
             return []
-        out = call(added(f"{self.work.name(f)}_backward", f.joint.backward), args, f.joint.gradients)
-        self._count(f, out, s)
-        return out[f.of_parameters :]
+        return self._summing(f, f"{self.work.name(f)}_backward", f.joint.backward, args, s, f.joint.gradients)
 
     def _pull_first(self, f: Traced, k: int, cotangents: list[Tensor], s: int | None = None) -> list[Tensor]:
         """The first half of a backward: the gradients of what the function was handed."""
         args, halves = self._arguments(f, k, cotangents, s), f.halves()
-        over = [meta(x) for x in halves.over]
         gradients = f.joint.gradients[f.of_parameters :]
         target = added(f"{self.work.name(f)}_input", halves.first)
-        out = call(target, [args[i] for i in halves.reads_first], [*gradients, *over])
-        self.due[id(f), s, k] = [*(args[i] for i in halves.reads_second), *out[len(gradients) :]]
+        out = call(target, [args[i] for i in halves.reads_first], [*gradients, *map(meta, halves.over)])
+        over = noted("kind", "activations", out[len(gradients) :])
+        self.due[id(f), s, k] = [*(args[i] for i in halves.reads_second), *over]
         return out[: len(gradients)]
 
     def _pull_second(self, f: Traced, k: int, s: int | None = None) -> None:
         """The second half: the gradients of parameters."""
         args = self.due.pop((id(f), s, k))
         if f.at:
-            target = added(f"{self.work.name(f)}_weight", f.halves().second)
-            self._count(f, call(target, args, f.joint.gradients[: f.of_parameters]), s)
+            gradients = f.joint.gradients[: f.of_parameters]
+            self._summing(f, f"{self.work.name(f)}_weight", f.halves().second, args, s, gradients)
 
-    def _count(self, f: Traced, gradients: list[Tensor], s: int | None) -> None:
-        """Add the gradients of a function's parameters to those of other micro-batches."""
-        given = iter(gradients)
-        for i, layers in zip(f.at, f.layers, strict=True):
-            key: Any = ("rest", i) if s is None else ("own", s // self.work.schedule.ranks, i)
-            dtype = self.work.gradient(self.work.rest[i] if s is None else self.work.own[i]).dtype
-            pieces = [next(given).to(dtype) for _ in range(max(1, layers))]
-            if layers and not (s is None and self.work.summed_as(key)):  # which may be cut there
+    def _summing(
+        self, f: Traced, name: str, module: GraphModule, args: list[Tensor], s: int | None, results: Sequence[Meta]
+    ) -> list[Tensor]:
+        """Call a graph that gives the gradients of a function's parameters, which are added to those of other
+        micro-batches, and others; these."""
+        work = self.work
+        keys: list[Any] = [("rest", i) if s is None else ("own", s // work.schedule.ranks, i) for i in f.at]
+        metas = [work.gradient(work.rest[i] if s is None else work.own[i]) for i in f.at]
+        there = [work.schedule.microbatches > 1 and work.summed_as(key) is None for key in keys]
+        into = [m if x else None for m, x in zip(metas, there, strict=True)]
+        sums = {key: m for key, m in zip(keys, into, strict=True) if m}
+        for key, m in sums.items():
+            if key not in self.added:
+                self.added[key] = torch.zeros(m.shape, dtype=m.dtype, device=m.device)
+        module, results = f.adding(module, results, into)
+        out = call(added(name, module), [*args, *(self.added[key] for key in sums)], results)
+        rest = len(out) - len(sums)
+        self.added |= zip(sums, out[rest:], strict=True)
+        given = iter(out[:rest])
+        for key, m, layers in zip(keys, metas, f.layers, strict=True):
+            if key in sums:
+                continue
+            pieces = [next(given).to(m.dtype) for _ in range(max(1, layers))]
+            if layers and not (s is None and work.summed_as(key)):  # which may be cut there
                 for n, piece in enumerate(pieces):
                     self.sums.add((*key, n), piece)
             else:
                 self.sums.add(key, torch.stack(pieces) if layers else pieces[0])
+        return list(given)
 
     # ---- weights and their gradients between the ranks of other axes
 
@@ -329,8 +348,7 @@ class _Turn:
             whole = dict(zip(gather.at, out, strict=True))
             self.weights[s] = [whole.get(i, x) for i, x in enumerate(own)]
 
-    def _GB(self, s: int, k: int) -> None:
-        self._GF(s, k)
+    _GB = _GF
 
     def _R(self, s: int, k: int) -> None:
         """What the stage, and the functions before the first and after the last, have added up since the last time."""

@@ -6,48 +6,59 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardlib.errors import SpecError
 from shardlib.graph.fuse import Island
-from shardlib.graph.memory import Point, Storages, holding
-from shardlib.graph.nodes import KEEP, WAIT
-from shardlib.graph.program import copied, runner
+from shardlib.graph.memory import HELD, Point, Storages, holding
+from shardlib.graph.nodes import WAIT, arg
+from shardlib.graph.program import copied, own_index, runner
 from shardlib.jit import Jitted
+from shardlib.mesh import Mesh
 from shardlib.simulate import run_lockstep
 from shardlib.switch import Switch
+from shardlib.wire import RECEIVE, SENT, members_by_rank
 
 _PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
 
 
-def memory(f: Callable[..., Any], *args: Any) -> list[Point]:
+def memory(f: Callable[..., Any], *args: Any, rank: int = 0) -> list[Point]:
     """Run a jitted function once; what is alive on a rank at every node, of each kind: the bytes of its storages.
 
     The points are what `f.lower(*args).memory()` takes the largest of, by counting instead of reading the graphs; kinds
-    are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective or call, as
-    processes keep them. All ranks of a mesh of processes call it. Raises `SpecError` where `f` is not jitted, and for a
-    pipeline, whose ranks run different graphs.
+    are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective or call, and
+    room for a message from when it is asked for, as processes keep them. All ranks of a mesh of processes call it, and
+    each gets its own points; on a simulated mesh they are those of `rank`, which differ from others' in a pipeline.
+    Raises `SpecError` where `f` is not jitted.
     """
     if not isinstance(f, Jitted):
         raise SpecError(f"testing.memory takes what `sl.jit` returns, not {f!r}")
-    if any(isinstance(each, Switch) for each in f.lower(*args).module.modules()):
-        raise SpecError(
-            f"testing.memory: ranks of the pipeline {f.__name__} run different graphs; count a step without"
-        )
     program, given = f.given(*args)
-    many = program.mesh.simulate and program.mesh.total > 1
-    module = program.running()
-    recorders = [_Recorder(module, xs, many) for xs in given]
+    mesh, module = program.mesh, program.running()
+    many = mesh.simulate and mesh.total > 1
+    turns = _turns(module, mesh, many)
+    recorders = [_Recorder(holding(module, turn), xs, many) for turn, xs in zip(turns, given, strict=True)]
     told: list[list[Any]] = [[r, *xs] for r, xs in zip(recorders, given, strict=True)]
     given.clear()
     probed = _probed(copied(module))
     if many:
-        run_lockstep(program.mesh, probed, told)
+        run_lockstep(mesh, probed, told)
     else:
         runner(probed, "graph")(told.pop())
-    return recorders[0].points
+    return recorders[rank if many else 0].points
+
+
+def _turns(module: GraphModule, mesh: Mesh, many: bool) -> list[int]:
+    """The place of each rank that this process plays in the program's pipeline."""
+    group = next((m.group for m in module.modules() if isinstance(m, Switch)), None)
+    if group is None:
+        return [0] * (mesh.total if many else 1)
+    if not many:
+        return [own_index(group)]
+    return [members.index(r) for r, members in enumerate(members_by_rank(mesh, [group]))]
 
 
 @dataclass
@@ -72,12 +83,13 @@ class _Running:
 class _Recorder:
     """The storages of one rank. `holds`: whether it keeps operands itself."""
 
-    def __init__(self, module: GraphModule, given: list[Tensor], holds: bool) -> None:
+    def __init__(self, graph: Storages, given: list[Tensor], holds: bool) -> None:
         self.points: list[Point] = []
-        self.graphs = [holding(module)]  # those that run, the innermost last
+        self.graphs = [graph]  # those that run, the innermost last
         self.running: list[_Running] = []
         self.known: dict[int, _Known] = {}  # by the address of the storage
         self.sending: dict[int, tuple[Any, ...]] = {}  # operands, by the address of the result
+        self.coming: dict[Node, Tensor] = {}  # by the node that asks for a message, where that will lie
         self.holds = holds
         for node, x in zip(self.graphs[0].inputs, given, strict=True):
             self.add(x, self.graphs[0].kinds[node])
@@ -96,8 +108,8 @@ class _Recorder:
         """The node `i` of the innermost graph runs next."""
         here = self.graphs[-1]
         node = here.nodes[i]
-        if not self.holds:  # the process group and the caller do
-            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in KEEP}
+        if not self.holds and node.target is not SENT:  # the process group and the caller do
+            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in HELD}
             operands = tuple(StorageWeakRef(s) for k, s in storages.items() if k not in self.given)
         self.running.append(_Running(here, node, self.alive(), operands))
         if node in here.called:
@@ -110,6 +122,13 @@ class _Recorder:
         now = self.running[-1]
         if now.node in now.graph.called:
             self.graphs.pop()
+        if now.node.target is RECEIVE and self.holds:
+            shape, dtype = now.node.args[:2]
+            value = self.coming[now.node] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+        elif now.node.target is WAIT and now.node.args[0] in self.coming:
+            room = self.known.pop(self.coming.pop(arg(now.node)).untyped_storage()._cdata)
+            now.before.remove(room)
+            self.add(value, room.kind)
         several: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         for key in now.graph.begins.get(now.node, ()):
             at = 0 if key is now.node else key.args[1] if isinstance(key, Node) else key[1]
@@ -118,10 +137,11 @@ class _Recorder:
         for x in several:
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
                 self.add(x, "other")
-        if now.node.target in KEEP:
+        if now.node.target in HELD:
             self.sending[several[0].untyped_storage()._cdata] = now.operands
-        elif now.node.target is WAIT:
-            let_go = self.sending.pop(several[0].untyped_storage()._cdata, ())
+        elif now.node.target in (WAIT, SENT):
+            done = several[0] if now.node.target is WAIT else now.operands[0]
+            let_go = self.sending.pop(done.untyped_storage()._cdata, ())
             until = time.monotonic() + _PATIENCE
             while not self.holds and time.monotonic() < until and not all(x.expired() for x in let_go):
                 time.sleep(1e-4)
@@ -146,20 +166,27 @@ def _ends(recorder: _Recorder, value: Any) -> None:
 
 def _probed(module: GraphModule) -> GraphModule:
     """The program, which tells its first input, a recorder, of every node before and after."""
+    if isinstance(module, Switch):
+        out: GraphModule = Switch(module, [_telling(module, turn) for turn in module.turns], module.group)
+    else:
+        out = GraphModule(module, _telling(module, module.graph))
+    for name, child in module.named_children():
+        if isinstance(child, GraphModule) and not isinstance(child, Island):
+            setattr(out, name, _probed(child))
+    return out
+
+
+def _telling(module: GraphModule, given: Graph) -> Graph:
     graph, made = Graph(), dict[Node, Node]()
     recorder = graph.placeholder("recorder")
-    for i, node in enumerate(module.graph.nodes):
+    for i, node in enumerate(given.nodes):
         calls = node.op == "call_module" and not isinstance(module.get_submodule(str(node.target)), Island)
         if node.op != "placeholder":
-            operands = [made[x] for x in node.all_input_nodes] if calls or node.target in KEEP else []
-            graph.call_function(_starts, (recorder, i, *operands))
+            told = calls or node.target in HELD or node.target is SENT
+            graph.call_function(_starts, (recorder, i, *([made[x] for x in node.all_input_nodes] if told else [])))
         made[node] = graph.node_copy(node, made.__getitem__)
         if calls:
             made[node].args = (recorder, *made[node].args)
         if node.op not in ("placeholder", "output"):
             graph.call_function(_ends, (recorder, made[node]))
-    out = GraphModule(module, graph)
-    for name, child in module.named_children():
-        if isinstance(child, GraphModule) and not isinstance(child, Island):
-            setattr(out, name, _probed(child))
-    return out
+    return graph
