@@ -5,6 +5,7 @@ from typing import Any
 from shardlib import tree
 from shardlib.optim.adamw import MomentsState, adamw
 from shardlib.optim.base import Optimizer, chosen, in_full
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule
 
 
@@ -22,6 +23,7 @@ def adam(
     `mask` chooses the leaves that decay. 16-bit leaves have a float32 master in the state.
     """
     decoupled = adamw(lr, b1, b2, eps)
+    check("adam", 0, weight_decay=weight_decay)
 
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         if weight_decay:
