@@ -58,7 +58,7 @@ def test_schedules_trace():
         (lambda: optim.lamb(1.0, min_coeff=2.0, max_coeff=1.0), "0 <= min_coeff <= max_coeff"),
         (lambda: optim.lion([0.1]), "a learning rate is a number or a schedule"),  # type: ignore[arg-type]
         (lambda: optim.adam(math.nan), "constant: rate is a number, not nan"),
-        (lambda: optim.adam(0.1, b1=1.0), "adamw: b1 is a number of at least 0 and below 1, not 1.0"),
+        (lambda: optim.adam(0.1, b1=1.0), "adam: b1 is a number of at least 0 and below 1, not 1.0"),
         (lambda: optim.adamw(0.1, b2=-0.1), "adamw: b2 is a number of at least 0 and below 1, not -0.1"),
         (lambda: optim.adamw(0.1, eps="1e-8"), "adamw: eps is a number of at least 0, not '1e-8'"),  # type: ignore[arg-type]
         (lambda: optim.adam(0.1, weight_decay=-1.0), "adam: weight_decay is a number of at least 0, not -1.0"),

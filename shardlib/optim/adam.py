@@ -22,8 +22,9 @@ def adam(
     Its decay is L2 regularization, seen by the moments (DeepSpeed's `adam_w_mode=False`); optax's `adam` has none.
     `mask` chooses the leaves that decay. 16-bit leaves have a float32 master in the state.
     """
+    check("adam", 0, 1, b1=0 if callable(b1) else b1, b2=b2)
+    check("adam", 0, eps=eps, weight_decay=weight_decay)
     decoupled = adamw(lr, b1, b2, eps)
-    check("adam", 0, weight_decay=weight_decay)
 
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         if weight_decay:

@@ -167,7 +167,6 @@ def warmup_cosine(
     the last of the `steps` updates has the rate `end`, not the one after it: with `kind="log"` DeepSpeed's
     WarmupCosineLR, whose ratios are `start / peak` and `end / peak`.
     """
-
     check("warmup_cosine", end=end)
 
     def falling(t: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ def add_decayed_weights(weight_decay: float, mask: tree.Chooser | None = None) -
     Before an optimizer, L2 regularization: `chain(add_decayed_weights(1e-4), sgd(0.1, momentum=0.9))` is torch's
     `SGD(weight_decay=1e-4)`. Of 16-bit leaves it sees the parameter, not its float32 master.
     """
-
     check("add_decayed_weights", weight_decay=weight_decay)
 
     def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
