@@ -83,7 +83,7 @@ def test_forward_mode_is_the_gradient_times_the_direction(jit):
 
     def both(q: Tensor, t: Tensor) -> Any:
         def total(q: Tensor) -> Any:
-            return sl.attention(q, q, q, causal=True).sin().sum()
+            return sl.attention(q, q, q, causal=True).sin().sum()  # type: ignore[union-attr]
 
         return torch.func.jvp(total, (q,), (t,))[1], (torch.func.grad(total)(q) * t).sum()  # type: ignore[misc]
 
