@@ -49,6 +49,8 @@ class Array(Tensor):
                 f"this array (`{self.spec}`, shape {tuple(self.shape)}) was donated to a jitted function and is gone: "
                 "use what the function returned, or leave donate_argnums out"
             )
+        if self._shards[0].is_inference() and not torch.is_inference_mode_enabled():
+            self._shards = [s.clone() for s in self._shards]  # torch would neither differentiate it nor write into it
         return self._shards
 
     @property

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import SpecError
+from shardlib.fused import forward_modes
 from shardlib.types import short
 
 
@@ -30,16 +31,16 @@ def attention(
 
     `lse=True` also gives log(sum(exp(scores))), (..., heads, queries), float32 or wider and -inf where nothing is
     seen: with it the results over two blocks of keys are joined, as in ring attention. It runs on plain ops that keep
-    the scores, with derivatives of every order; without it torch's fused kernels run, which have the first.
-    Raises `SpecError`.
+    the scores, with derivatives of every order; so does forward mode (`torch.func.jvp`). Otherwise torch's kernels
+    run, which have the first derivative. Raises `SpecError`.
     """
-    grouped = _check(q, k, v, mask)
-    if causal and (lse or mask is not None):
+    grouped, plain = _check(q, k, v, mask), lse or forward_modes() > 0
+    if causal and (plain or mask is not None):
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         floats = mask is not None and mask.is_floating_point()
         mask = seen if mask is None else mask.masked_fill(~seen, -torch.inf) if floats else mask & seen
         causal = False
-    if not lse:
+    if not plain:
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -51,8 +52,8 @@ def attention(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
     some = (scores > -torch.inf).any(-1, keepdim=True)
     total = torch.where(some, scores, 0.0).logsumexp(-1, keepdim=True)  # never of nothing, which has no derivative
-    out = (torch.where(some, scores, -torch.inf) - total).exp() @ v.to(wide)
-    return out.to(q.dtype), torch.where(some, total, -torch.inf).squeeze(-1)
+    out = ((torch.where(some, scores, -torch.inf) - total).exp() @ v.to(wide)).to(q.dtype)
+    return (out, torch.where(some, total, -torch.inf).squeeze(-1)) if lse else out
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

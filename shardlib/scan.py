@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # the graph that 
 from shardlib import collectives as c
 from shardlib import tree
 from shardlib.errors import ShardError, SpecError
+from shardlib.fused import forward_modes
 from shardlib.graph.joint import Joint, joint
 from shardlib.graph.trace import Meta, added, call, meta
 from shardlib.sharding import settle
@@ -74,7 +75,7 @@ class _Body:
 
     def __call__(self, *args: Any) -> Any:
         depth = len(get_interpreter_stack() or ())
-        if not (self.alone and inside() and region().typed) or depth > 1:
+        if not (self.alone and inside() and region().typed) or depth > 1 or forward_modes():
             return self.f(*args)
         if get_proxy_mode() is not None:
             return self._traced(args)

@@ -63,7 +63,7 @@ def step(
     """
     grad_fn, precision = value_and_grad(loss), checked(precision, "step")
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
-    if not isinstance(optimizer, tuple) or not isinstance(layout, Layout | None) or (clip is not None and not clip > 0):
+    if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and (clip is None or clip > 0)):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
         raise SpecError(f"step takes one of sl.optim's optimizers, a Layout and a clip above 0; found {found}")
 
@@ -101,7 +101,7 @@ def step(
         new, metrics = on_ranks(plan_for(state, batch), state, batch)
         return new, gather(metrics)
 
-    with_opt = shard_map(allowing_padding(optimizer.init), in_specs=None, out_specs=None)
+    with_opt = shard_map(optimizer.init, in_specs=None, out_specs=None)
     cast = shard_map(lambda params: precision.cast(params, precision.params), in_specs=None, out_specs=None)
 
     def init(params: Any, *, key: Tensor | None = None, extra: Any = None) -> State:
@@ -125,16 +125,6 @@ def step(
 def owned(new: Any, old: Any) -> Any:
     """The array `new`; where it is `old`, which belongs to the caller, a copy: the state may be donated."""
     return deepcopy(new) if new is old else new
-
-
-def allowing_padding(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`f`, which works on padded leaves."""
-
-    def run(x: Any) -> Any:
-        with padding_allowed():
-            return f(x)
-
-    return run
 
 
 def evaluate(

@@ -13,10 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import optim, tree
-from shardlib.accumulate import same_leaves
-from shardlib.optim.base import apply_updates
 from shardlib.optim.schedules import Schedule
-from shardlib.types import padding_allowed
 
 F64 = torch.float64
 
@@ -350,19 +347,14 @@ def trained(
 ) -> tuple[Any, Any]:
     """Parameters, whole, and the optimizer's state after an update for each of `grads`, in one traced program."""
 
-    def init(params: Any) -> Any:
-        with padding_allowed():
-            return optimizer.init(params)
-
     def update(params: Any, state: Any, grads: Any) -> Any:
-        with padding_allowed():
-            updates, new = optimizer.update(grads, state, params)
-            return apply_updates(params, updates), same_leaves("the optimizer", new, state)
+        updates, new = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), new
 
     with sl.make_mesh(dp=dp, tp=tp, simulate=True):
         cut = sl.zero(specs, stage=stage).resolve(sl.shard(params, specs)).opt
         now = sl.shard(params, cut)
-        state = sl.shard_map(init, in_specs=None, out_specs=None)(now)
+        state = sl.shard_map(optimizer.init, in_specs=None, out_specs=None)(now)
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(sl.gather(now)), tree.leaves(params), strict=True))
         run = sl.jit(sl.shard_map(update, in_specs=None, out_specs=None))
         for g in grads:

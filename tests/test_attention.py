@@ -76,6 +76,24 @@ def test_the_gradient_of_lse_and_second_derivatives():
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_mode_is_the_gradient_times_the_direction(jit):
+    """Which torch's fused kernels do not have."""
+
+    def both(q: Tensor, t: Tensor) -> Any:
+        def total(q: Tensor) -> Any:
+            return sl.attention(q, q, q, causal=True).sin().sum()  # type: ignore[union-attr]
+
+        return torch.func.jvp(total, (q,), (t,))[1], (torch.func.grad(total)(q) * t).sum()  # type: ignore[misc]
+
+    q, t = torch.randn(2, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    with sl.make_mesh(dp=1, simulate=True):
+        f = sl.shard_map(both, in_specs=None, out_specs="")
+        slope, along = (sl.jit(f) if jit else f)(sl.shard(q, "batch h s d"), sl.shard(t, "batch h s d"))
+    assert slope.item() == pytest.approx(along.item(), rel=1e-12) and abs(slope.item()) > 0.1
+
+
 def test_a_query_that_sees_nothing_has_no_gradient():
     def f(q: Tensor) -> Tensor:
         out, lse = sl.attention(q, K, V, mask=SEEN, lse=True)

@@ -58,7 +58,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {  # honoured keys: a config, a value 
         (MUON, 0.5, "momentum=0.5"),
         ({"optimizer": {"type": "SGD"}}, 0.5, "sgd(0.001, momentum=0.5, nesterov=False)"),
     ],
-    "optimizer.params.nesterov": [({"optimizer": {"type": "SGD"}}, True, "nesterov=True")],
+    "optimizer.params.nesterov": [
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, True, "momentum=0.5, nesterov=True")
+    ],
     "optimizer.params.min_coeff": [({"optimizer": {"type": "Lamb"}}, 0.5, "min_coeff=0.5")],
     "optimizer.params.max_coeff": [({"optimizer": {"type": "Lamb"}}, 0.5, "max_coeff=0.5")],
     "optimizer.params.muon_lr": [(MUON, 0.5, "muon(0.5, momentum=0.95, weight_decay=0.0, eps=1e-07)")],

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import gpt
 import hessian
 import hybrid_sharding
 import lora
@@ -87,6 +89,24 @@ def test_the_top_eigenvalue_is_that_of_one_rank() -> None:
     assert found == pytest.approx(wanted, rel=1e-9) and found > 0 and turned < 1e-2
     for x, y in zip(tree.leaves(v), tree.leaves(want), strict=True):
         assert torch.allclose(x, y, rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")  # torch's own, on the first jvp
+def test_the_slope_of_the_demo_model_in_forward_mode() -> None:
+    """jvp through scan, remat and all collectives under jit: the gradient times the direction."""
+
+    def slopes(w: gpt.GPT, v: gpt.GPT, batch: gpt.Batch) -> Any:
+        ahead = torch.func.jvp(lambda w: gpt.loss(w, batch).value, (w,), (v,))  # type: ignore[misc]
+        return *ahead, sl.grad(gpt.loss)(w, batch)
+
+    numbers = torch.arange(4 * 8).view(4, 8)
+    with sl.make_mesh(dp=2, tp=2, simulate=True):
+        w, v = (sl.init(gpt.GPT, sizes=hessian.SIZES, key=sl.random.key(k), dtype=F64) for k in (0, 1))
+        batch = sl.shard(gpt.Batch(tokens=numbers * 7 % 32, targets=numbers * 5 % 31))
+        f = sl.jit(sl.shard_map(slopes, in_specs=None, out_specs=("", "", sl.specs(gpt.GPT))))
+        value, slope, grads = sl.gather(f(w, v, batch))
+        along = sum((g * x).sum().item() for g, x in zip(tree.leaves(grads), tree.leaves(sl.gather(v)), strict=True))
+    assert value > 0 and abs(slope) > 1e-3 and slope == pytest.approx(along, rel=1e-10)
 
 
 # ---- layouts for nodes of GPUs

@@ -36,6 +36,7 @@ LAYERS = [
     ["shard_map"],  # the border between arrays and per-device functions
     ["state", "padding", "zero"],  # trees at rest; layouts
     ["autodiff", "remat", "custom"],
+    ["optim.options"],
     ["optim.schedules", "optim.base", "optim.layers"],
     ["optim.adamw", "optim.adam", "optim.sgd", "optim.lion", "optim.lamb", "optim.adafactor", "optim.muon"],
     ["optim.transforms", "optim.combine", "optim.wrap", "optim.average"],

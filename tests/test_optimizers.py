@@ -1,10 +1,11 @@
 """What each optimizer computes, and what it owes to the layouts: the rows of OPTIMIZERS."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
-from optimizers import F64, OPTIMIZERS, SPECS, trained, values
+from optimizers import F64, OPTIMIZERS, SCHEDULES, SPECS, trained, values
 
 import shardlib as sl
 from shardlib import optim, tree
@@ -54,6 +55,15 @@ def test_optimizers_are_what_was_published(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - VARIANTS))
 def test_the_contract_of_optimizers(name: str) -> None:
     sl.testing.check_optimizer(OPTIMIZERS[name].make(RATE))
+
+
+def test_the_tables_are_whole() -> None:
+    """Every public function that takes a rate first is in OPTIMIZERS, every schedule in SCHEDULES."""
+    public = {n: f for n, f in vars(optim).items() if inspect.isfunction(f)}
+    makers = {n for n, f in public.items() if next(iter(inspect.signature(f).parameters), "") == "lr"}
+    assert makers == {name.split(",")[0] for name in OPTIMIZERS}
+    of_counts = {n for n, f in public.items() if f.__module__ == "shardlib.optim.schedules"}
+    assert of_counts == {name.split(",")[0] for name in SCHEDULES}
 
 
 # ---- cases

@@ -1,11 +1,14 @@
 """Schedules are their formulas: the rows of SCHEDULES."""
 
+import math
+
 import pytest
 import torch
 from optimizers import SCHEDULES
 
 import shardlib as sl
 from shardlib import optim
+from shardlib.optim.schedules import as_schedule
 
 F64 = torch.float64
 
@@ -15,6 +18,13 @@ def test_schedules_are_their_formulas(name):
     found = [SCHEDULES[name].ours(torch.tensor(t)) for t in range(40)]
     assert all(x.dtype == F64 and x.shape == () for x in found)
     assert [x.item() for x in found] == pytest.approx([SCHEDULES[name].value(t) for t in range(40)], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_take_python_ints(name):
+    assert [SCHEDULES[name].ours(t).item() for t in (0, 7)] == [
+        SCHEDULES[name].ours(torch.tensor(t)).item() for t in (0, 7)
+    ]
 
 
 def test_schedules_trace():
@@ -47,8 +57,40 @@ def test_schedules_trace():
         (lambda: optim.lr_range_test(1.0, steps=0), "lr_range_test: steps > 0"),
         (lambda: optim.lamb(1.0, min_coeff=2.0, max_coeff=1.0), "0 <= min_coeff <= max_coeff"),
         (lambda: optim.lion([0.1]), "a learning rate is a number or a schedule"),  # type: ignore[arg-type]
+        (lambda: optim.adam(math.nan), "constant: rate is a number, not nan"),
+        (lambda: optim.adam(0.1, b1=1.0), "adam: b1 is a number of at least 0 and below 1, not 1.0"),
+        (lambda: optim.adamw(0.1, b2=-0.1), "adamw: b2 is a number of at least 0 and below 1, not -0.1"),
+        (lambda: optim.adamw(0.1, eps="1e-8"), "adamw: eps is a number of at least 0, not '1e-8'"),  # type: ignore[arg-type]
+        (lambda: optim.adam(0.1, weight_decay=-1.0), "adam: weight_decay is a number of at least 0, not -1.0"),
+        (lambda: optim.sgd(0.1, momentum=-1), "sgd: momentum is a number of at least 0, not -1"),
+        (lambda: optim.sgd(0.1, nesterov=True), "sgd: nesterov=True looks ahead along the momentum: give momentum="),
+        (lambda: optim.lion(0.1, b2=1.5), "lion: b2 is a number"),
+        (lambda: optim.lamb(0.1, eps=-1.0), "lamb: eps is a number"),
+        (lambda: optim.adafactor(0.1, momentum=1.0), "adafactor: momentum is a number"),
+        (lambda: optim.adafactor(0.1, min_dim_size_to_factor=0), "min_dim_size_to_factor is a number of at least 1"),
+        (lambda: optim.adafactor(0.1, clipping_threshold=0.0), "clipping_threshold is above 0, or None, not 0.0"),
+        (lambda: optim.muon(0.1, momentum=None), "muon: momentum is a number"),  # type: ignore[arg-type]
+        (lambda: optim.muon(0.1, dtype=torch.int64), "muon: dtype is a floating-point dtype, not torch.int64"),
+        (lambda: optim.clip(-1.0), "clip: max_delta is a number of at least 0, not -1.0"),
+        (lambda: optim.scale("2"), "scale: factor is a number, not '2'"),  # type: ignore[arg-type]
+        (lambda: optim.add_decayed_weights(True), "weight_decay is a number, not True"),
+        (lambda: optim.inject(optim.sgd, lr="fast"), "inject: lr is a number, not 'fast'"),  # type: ignore[arg-type]
+        (lambda: optim.chain(optim.sgd), "chain takes optimizers, such as .*, not <function sgd"),  # type: ignore[arg-type]
+        (lambda: optim.by_path({"**": 0.1}), "by_path takes optimizers, .*, not 0.1"),  # type: ignore[dict-item]
+        (lambda: optim.by_path([optim.sgd(0.1)]), r"by_path takes a mapping, \{'\*\*': "),  # type: ignore[arg-type]
+        (lambda: optim.accumulate(optim.sgd, 2), "accumulate takes optimizers"),  # type: ignore[arg-type]
+        (lambda: optim.warmup_cosine("1", warmup=1, steps=2), "warmup_cosine: peak is a number, not '1'"),  # type: ignore[arg-type]
+        (lambda: optim.polynomial(math.inf, 0.0, steps=2), "polynomial: start is a number, not inf"),
+        (lambda: optim.piecewise(1.0, {3: None}), "piecewise: the factor at 3 is a number, not None"),  # type: ignore[dict-item]
+        (lambda: as_schedule(lambda count: count)(torch.tensor(0)), r"0-d float tensor for a count, not i64\[\]"),
+        (lambda: as_schedule(lambda count: "fast")(torch.tensor(0)), "gives a number or a 0-d float .*, not 'fast'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, said):
     with pytest.raises((ValueError, TypeError), match=said):
         make()
+
+
+def test_a_schedule_of_ones_own_may_give_numbers() -> None:
+    assert as_schedule(lambda count: 0.25)(torch.tensor(3)).item() == 0.25
+    assert as_schedule(lambda count: 0.5**count)(torch.tensor(3)).item() == 0.125

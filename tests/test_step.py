@@ -135,6 +135,29 @@ def test_init_leaves_what_it_is_given(stage):
         assert step.init(given).step.item() == 0
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_was_made_in_inference_mode_is_trained_outside(dp, jit):
+    """torch would neither differentiate its tensors nor write into them."""
+
+    def loss(p, batch):
+        return sl.Mean.of("batch/dp", batch["x"] * (sl.gather(p["w"], "dp") ** 2).sum())
+
+    found = []
+    for inference in (True, False):
+        step = sl.step(loss, sl.optim.adamw(0.1))
+        run = sl.jit(step, donate_argnums=0) if jit else step
+        with mesh(dp=dp):
+            with torch.inference_mode(inference):
+                state = step.init(entered({"w": (torch.arange(4.0), "n/dp")}))
+                batch = entered({"x": (torch.arange(2.0), "batch/dp")})
+                value = sl.evaluate(loss)(state.params, batch)[0].value.item()
+            for _ in range(2):
+                state, metrics = run(state, batch)
+            found.append([sl.gather(state.params)["w"].tolist(), value, metrics["loss"].item()])
+    assert found[0] == found[1] and found[0][1] != found[0][2]
+
+
 def test_sixteen_bit_parameters_have_masters():
     def loss(p, batch):
         w, v = p["w"], p["v"]

@@ -74,6 +74,27 @@ def mlp_loss(w: Mlp, batch: Rows) -> sl.Mean:
 MLP, ROWS = Mlp(w_in=torch.randn(4, 6), w_out=torch.randn(6, 4)), Rows(x=torch.randn(8, 4))
 
 
+def test_a_loss_of_which_a_part_is_trained() -> None:
+    """Leaves that have no gradient: integers, and what is frozen; the message names what is trained."""
+    positions = torch.arange(4)
+
+    def loss(p: Any, b: Any) -> sl.Mean:
+        w_in = p["w_in"] * (1 + p["at"][:, None])
+        h = sl.einsum("batch/dp model, model hidden/tp -> batch/dp hidden/tp", b.x, w_in).tanh()
+        y = sl.einsum("batch/dp hidden/tp, hidden/tp model -> batch/dp model +tp", h, p["w_out"])
+        y = sl.psum("batch/dp model +tp -> batch/dp model", y) * sl.axis_size("dp")
+        return sl.Mean.of("batch/dp model", y**2)
+
+    specs = {"w_in": "model hidden/tp", "w_out": "hidden/tp model", "at": "model"}
+    with sl.make_mesh(dp=1, tp=1, simulate=True):
+        params = sl.shard({"w_in": MLP.w_in, "w_out": MLP.w_out, "at": positions}, specs)
+    sl.testing.check_loss(loss, params, ROWS, mesh=dict(dp=1, tp=2), trainable="w_*")
+    with pytest.raises(AssertionError, match="the gradient of `w_out` differs"):
+        sl.testing.check_loss(loss, params, ROWS, mesh=dict(dp=2, tp=1), trainable="w_out")
+    with pytest.raises(sl.TreeError, match="step: trainable: `v` matches no path"):
+        sl.testing.check_loss(loss, params, ROWS, mesh=GRID, trainable="v")
+
+
 def test_plain_trees_with_annotations() -> None:
     sl.testing.check_loss(mlp_loss, MLP, ROWS, mesh=GRID)
     assert type(MLP.w_in) is Tensor

@@ -1,5 +1,6 @@
 """Optimizers around optimizers, and changes of gradients to chain with them."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -55,6 +56,36 @@ def test_clip_by_global_norm_and_masked():
         optim.clip_by_global_norm(0)
     with pytest.raises(sl.TreeError, match=r"masked: `<function .*` chooses no leaf"):
         trained(optim.masked(optim.sgd(0.1), lambda path, spec: False), params, [g], SPECS)
+
+
+def test_clip_and_scale():
+    params, g = values(0), values(1)
+    found, _ = trained(optim.chain(optim.clip(0.25), optim.sgd(1.0), optim.scale(-0.5)), params, [g], SPECS)
+    for p, x, y in zip(*map(tree.leaves, (params, g, found)), strict=True):
+        assert torch.equal(y, p + 0.5 * x.clamp(-0.25, 0.25))
+
+
+def test_injected_numbers_change_without_a_new_trace():
+    """Also through a chain; what they were counts for what is done."""
+    ours = optim.inject(
+        lambda lr, b1: optim.chain(optim.clip(1.0), optim.adamw(lr, b1, weight_decay=0.1)), lr=0.1, b1=0.8
+    )
+    specs, start = {"w": "a/dp"}, {"w": torch.linspace(-1, 1, 4)}
+    with sl.make_mesh(dp=2, simulate=True):
+        step = sl.jit(sl.step(lambda p, b: sl.Mean.of("batch/dp", b * (sl.gather(p, "dp")["w"] ** 2).sum()), ours))
+        state, batch = step.init(sl.shard(start, specs)), sl.shard(torch.ones(2), "batch/dp")
+        for rate in (0.1, 0.1, 0.3):
+            hyper = {**state.opt.hyper, "lr": sl.shard(torch.tensor(rate, dtype=torch.float64), "")}
+            state = dataclasses.replace(state, opt=dataclasses.replace(state.opt, hyper=hyper))
+            state, metrics = step(state, batch)
+            assert metrics["lr"] == rate and len(step.traces) == 1
+        found = sl.gather(state.params)["w"]
+    own = start["w"].clone().requires_grad_()
+    ref = torch.optim.AdamW([own], betas=(0.8, 0.999), weight_decay=0.1)
+    for rate in (0.1, 0.1, 0.3):
+        ref.param_groups[0]["lr"], own.grad = rate, (2 * own).clamp(-1, 1).detach()
+        ref.step()
+    assert torch.allclose(found, own, rtol=1e-5) and sl.gather(optim.get(state.opt, "count")) == 3
 
 
 def test_stochastic_rounding_needs_no_masters() -> None:

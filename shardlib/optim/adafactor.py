@@ -9,6 +9,7 @@ from torch import Tensor
 from shardlib import layout, tree
 from shardlib.optim.base import Optimizer, chosen, counter, in_full, leaves_of, masters, rounded, wide, zeros32
 from shardlib.optim.layers import inner, mean, rms
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
@@ -55,6 +56,11 @@ def adafactor(
     leaves have a float32 master in the state.
     """
     rate = as_schedule(lr)
+    check("adafactor", 0, 1, momentum=momentum)
+    check("adafactor", 0, weight_decay_rate=weight_decay_rate, decay_rate=decay_rate, eps=eps)
+    check("adafactor", 1, min_dim_size_to_factor=min_dim_size_to_factor)
+    if clipping_threshold is not None and not clipping_threshold > 0:
+        raise ValueError(f"adafactor: clipping_threshold is above 0, or None, not {clipping_threshold!r}")
 
     def init(params: Any) -> AdafactorState:
         zero, cuts = counter(), _cuts(params, min_dim_size_to_factor)

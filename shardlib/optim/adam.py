@@ -5,6 +5,7 @@ from typing import Any
 from shardlib import tree
 from shardlib.optim.adamw import MomentsState, adamw
 from shardlib.optim.base import Optimizer, chosen, in_full
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule
 
 
@@ -21,6 +22,8 @@ def adam(
     Its decay is L2 regularization, seen by the moments (DeepSpeed's `adam_w_mode=False`); optax's `adam` has none.
     `mask` chooses the leaves that decay. 16-bit leaves have a float32 master in the state.
     """
+    check("adam", 0, 1, b1=0 if callable(b1) else b1, b2=b2)
+    check("adam", 0, eps=eps, weight_decay=weight_decay)
     decoupled = adamw(lr, b1, b2, eps)
 
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from shardlib import fused, tree
-from shardlib.optim.base import Optimizer, chosen, counter, masters, wide, zeros32
+from shardlib.optim.base import Optimizer, chosen, counter, in_full, masters, rounded, zeros32
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -38,38 +39,28 @@ def adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019): `-lr (mhat / (sqrt(vhat) + eps) + weight_decay p)`, as torch.optim and optax.
 
-    `mask` (globs over paths, or `(path, spec) -> bool`) chooses the leaves that decay; `optim.matrices` is the usual
-    rule. 16-bit leaves have a float32 master in the state; moments are at least float32. Where `b1` is a schedule
-    (`one_cycle_momentum`), the bias is corrected for its value at the time, as torch.optim and DeepSpeed do.
+    No decay by default (torch: 1e-2, optax: 1e-4). `mask` (globs over paths, or `(path, spec) -> bool`) chooses the
+    leaves that decay; `optim.matrices` is the usual rule. 16-bit leaves have a float32 master in the state; moments are
+    at least float32. Where `b1` is a schedule (`one_cycle_momentum`), the bias is corrected for its value at the time,
+    as torch.optim and DeepSpeed do.
     """
     rate = as_schedule(lr)
+    check("adamw", 0, 1, b1=0 if callable(b1) else b1, b2=b2)
+    check("adamw", 0, eps=eps, weight_decay=weight_decay)
 
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
-        step, count = rate(state.count), state.count + 1
+        step, count, own = rate(state.count), state.count + 1, in_full(params, state.master)
         first = b1(state.count) if callable(b1) else b1
-        flat, treedef = tree.flatten(params)
-        leaves = zip(flat, *map(tree.leaves, (grads, state.mu, state.nu, chosen(mask, params))), strict=True)
-        held = iter(tree.leaves(state.master))
-        updates, mus, nus, kept = [], [], [], []
-        for p, g, m, v, decay in leaves:
-            own = next(held) if p.dtype != wide(p.dtype) else p
-            rate_of_decay = weight_decay if decay else 0.0
-            u, m, v = fused.adamw(
-                own, g, m, v, lr=step, count=count, b1=first, b2=b2, eps=eps, weight_decay=rate_of_decay
-            )
-            if own is not p:
-                kept.append(own + u)
-                u = kept[-1] - p.to(own.dtype)
-            updates.append(u)
-            mus.append(m)
-            nus.append(v)
-        new = MomentsState(
-            count=count,
-            mu=tree.unflatten(treedef, mus),
-            nu=tree.unflatten(treedef, nus),
-            master=tree.unflatten(tree.flatten(state.master)[1], kept),
-            lr=step,
-        )
-        return tree.unflatten(treedef, updates), new
+
+        def one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decays: bool) -> tuple[Tensor, Tensor, Tensor]:
+            decay = weight_decay if decays else 0.0
+            return fused.adamw(p, g, m, v, lr=step, count=count, b1=first, b2=b2, eps=eps, weight_decay=decay)
+
+        flat, treedef = tree.flatten(own)
+        each = map(tree.leaves, (grads, state.mu, state.nu, chosen(mask, params)))
+        made = [one(*of) for of in zip(flat, *each, strict=True)]
+        updates, mu, nu = (tree.unflatten(treedef, [of[i] for of in made]) for i in range(3))
+        updates, master = rounded(params, own, updates)
+        return updates, MomentsState(count=count, mu=mu, nu=nu, master=master, lr=step)
 
     return Optimizer(lambda params: moments(params, rate), update)

@@ -7,6 +7,7 @@ from torch import Tensor
 from shardlib import tree
 from shardlib.errors import TreeError
 from shardlib.optim.base import Optimizer, kept, needs_master, wide
+from shardlib.optim.options import check
 from shardlib.parts import once, places
 from shardlib.shard_map import shard_map
 from shardlib.tree import pytree
@@ -26,8 +27,7 @@ def weight_ema(decay: float) -> Optimizer:
     It stands last in a `chain`: `chain(adamw(3e-4), weight_ema(0.999))`. The average starts as the parameters, without
     bias correction, and is kept in float32 or wider. `optim.get` gives it. Polyak and Juditsky 1992.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"weight_ema: 0 <= decay < 1 is needed, found {decay}")
+    check("weight_ema", 0, 1, decay=decay)
 
     def init(params: Any) -> WeightEmaState:
         return WeightEmaState(weight_ema=tree.map_(lambda p: p.to(wide(p.dtype), copy=True), params))

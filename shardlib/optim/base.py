@@ -13,14 +13,49 @@ from shardlib.spec import Spec
 from shardlib.types import Leaf, inside, padding_allowed, region
 
 
-class Optimizer(NamedTuple):
-    """`init(params) -> state`, `update(grads, state, params) -> (updates, state)`; new parameters: params + updates.
-
-    Both run inside a per-device function, on the shards that the layout gives the optimizer.
-    """
-
+class _Pair(NamedTuple):
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class Optimizer(_Pair):
+    """`init(params) -> state`, `update(grads, state, params) -> (updates, state)`; new parameters: params + updates.
+
+    Both run inside any per-device function, on shards as a layout cuts them, padded ones too. Updates are leaves as the
+    parameters are, the new state's as the old one's.
+    """
+
+    def __new__(cls, init: Callable[[Any], Any], update: Callable[[Any, Any, Any], tuple[Any, Any]]) -> "Optimizer":
+        def padded(params: Any) -> Any:
+            with padding_allowed():
+                return init(params)
+
+        def settled(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            with padding_allowed():
+                updates, new = update(grads, state, params)
+                return _as_leaves(updates, params), _as_leaves(new, state)
+
+        return super().__new__(cls, padded, settled)
+
+
+def _as_leaves(values: Any, like: Any) -> Any:
+    """`values`, each the leaf that the one in its place is; unchanged where the trees differ, which `step` refuses."""
+    (flat, treedef), (others, structure), here = tree.flatten(values), tree.flatten(like), region()
+    if treedef != structure:
+        return values
+
+    def one(x: Any, y: Any) -> Any:
+        leaf = here.leaves.get(y) if isinstance(y, Tensor) and isinstance(x, Tensor) else None
+        return x if leaf is None or x.shape != y.shape else settle(x, leaf)
+
+    return tree.unflatten(treedef, map(one, flat, others))
+
+
+def refuse_others(what: str, *found: Any) -> None:
+    """Raise `TypeError` for what is no optimizer, such as a function that would make one."""
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"{what} takes optimizers, such as optim.adamw(1e-3), not {each!r}")
 
 
 def matrices(path: str, spec: Spec) -> bool:
@@ -124,4 +159,5 @@ def apply_updates(params: Any, updates: Any) -> Any:
     def one(p: Tensor, u: Tensor) -> Tensor:
         return settle((p + u).to(p.dtype), leaf_of(p, "apply_updates"))
 
-    return tree.map_(one, params, updates)
+    with padding_allowed():
+        return tree.map_(one, params, updates)

@@ -3,14 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from shardlib import tree
 from shardlib.errors import TreeError, listing
-from shardlib.optim.base import Optimizer, chosen
+from shardlib.optim.base import Optimizer, chosen, refuse_others
 from shardlib.parts import Part
-from shardlib.sharding import settle
-from shardlib.types import region
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
@@ -18,6 +14,7 @@ def chain(*optimizers: Optimizer) -> Optimizer:
 
     The state is the tuple of their states.
     """
+    refuse_others("chain", *optimizers)
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(o.init(params) for o in optimizers)
@@ -26,17 +23,10 @@ def chain(*optimizers: Optimizer) -> Optimizer:
         updates, states = grads, []
         for o, s in zip(optimizers, state, strict=True):
             updates, new = o.update(updates, s, params)
-            updates = tree.map_(_as_leaf, updates, params)
             states.append(new)
         return updates, tuple(states)
 
     return Optimizer(init, update)
-
-
-def _as_leaf(update: Tensor, p: Tensor) -> Tensor:
-    """An update as the leaf that its parameter is, so that the next optimizer may take its norm."""
-    leaf = region().leaves.get(p)
-    return update if leaf is None else settle(update, leaf)
 
 
 def masked(optimizer: Optimizer, mask: tree.Chooser) -> Optimizer:
@@ -45,6 +35,7 @@ def masked(optimizer: Optimizer, mask: tree.Chooser) -> Optimizer:
     For a part of a chain: `chain(masked(clip_by_global_norm(1.0), "embed"), adamw(3e-4))`. To leave leaves alone,
     `step(trainable=)`; to give each part an optimizer, `by_path`. Raises `TreeError` where the mask chooses none.
     """
+    refuse_others("masked", optimizer)
 
     def part_of(params: Any) -> Part:
         picks = tree.leaves(chosen(mask, params, "masked"))
@@ -68,6 +59,9 @@ def by_path(optimizers: Mapping[Any, Optimizer]) -> Optimizer:
     the mapping; the metric `lr` is the rate of the first that has one, the others are in the state (`state.opt[1].lr`).
     Raises `TreeError` for a leaf that no key chooses, and for a key that gets none.
     """
+    if not isinstance(optimizers, Mapping):
+        raise TypeError(f"by_path takes a mapping, {{'**': optim.adamw(1e-3)}}, not {optimizers!r}")
+    refuse_others("by_path", *optimizers.values())
 
     def update(grads: Any, state: tuple[Any, ...], params: Any) -> tuple[Any, tuple[Any, ...]]:
         updates, states = grads, []

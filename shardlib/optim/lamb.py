@@ -11,6 +11,7 @@ from shardlib.errors import listing
 from shardlib.optim.adamw import MomentsState, moments
 from shardlib.optim.base import Optimizer, bias_correction, chosen, in_full, leaves_of, rounded
 from shardlib.optim.layers import rms
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.types import Leaf
 
@@ -36,6 +37,8 @@ def lamb(
     """
     if correct not in (known := ("moments", "rate")):
         raise ValueError(f"lamb: correct={correct!r} is none of {listing(known)}")
+    check("lamb", 0, 1, b1=b1, b2=b2)
+    check("lamb", 0, eps=eps, weight_decay=weight_decay)
     if not 0 <= min_coeff <= max_coeff:
         raise ValueError(f"lamb: 0 <= min_coeff <= max_coeff is needed, found {min_coeff} and {max_coeff}")
     rate = as_schedule(lr)

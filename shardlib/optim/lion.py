@@ -6,6 +6,7 @@ from torch import Tensor
 
 from shardlib import tree
 from shardlib.optim.base import Optimizer, chosen, counter, in_full, masters, rounded, zeros32
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -33,6 +34,8 @@ def lion(
     master in the state.
     """
     rate = as_schedule(lr)
+    check("lion", 0, 1, b1=b1, b2=b2)
+    check("lion", 0, weight_decay=weight_decay)
 
     def init(params: Any) -> LionState:
         zero = counter()

@@ -19,6 +19,7 @@ from shardlib.optim.base import (
     rounded,
     zeros32,
 )
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.sharding import move, settle
 from shardlib.spec import Dim, Spec
@@ -73,6 +74,10 @@ def muon(
     """
     if scale not in SCALES:
         raise ValueError(f"muon: scale is {' or '.join(map(repr, SCALES))}, not {scale!r}")
+    check("muon", 0, 1, momentum=momentum)
+    check("muon", 0, weight_decay=weight_decay, steps=steps, eps=eps)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"muon: dtype is a floating-point dtype, not {dtype}")
     rate = as_schedule(lr)
 
     def init(params: Any) -> MuonState:

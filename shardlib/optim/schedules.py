@@ -8,23 +8,46 @@ once more.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Schedule = Callable[[Tensor], Tensor]
+from shardlib.optim.options import check
+from shardlib.types import short
+
+Schedule = Callable[[Any], Tensor]
 
 
-def as_schedule(rate: float | Schedule) -> Schedule:
-    """A number as a constant schedule."""
-    if not callable(rate) and not isinstance(rate, (int, float)):
-        raise TypeError(f"a learning rate is a number or a schedule (count -> rate), not {rate!r}")
-    return rate if callable(rate) else constant(rate)
+def as_schedule(rate: float | Callable[[Any], Any]) -> Schedule:
+    """A number as a constant schedule; a function of the count that gives a number or a 0-d float tensor."""
+    if not callable(rate):
+        if not isinstance(rate, Real) or isinstance(rate, bool):
+            raise TypeError(f"a learning rate is a number or a schedule (count -> rate), not {rate!r}")
+        return constant(rate)
+
+    def given(count: Tensor) -> Tensor:
+        found = rate(count)
+        if isinstance(found, Real):
+            return torch.full((), float(found), dtype=torch.float64, device=count.device)
+        if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
+            what = short(found) if isinstance(found, Tensor) else repr(found)
+            raise TypeError(f"a schedule gives a number or a 0-d float tensor for a count, not {what}")
+        return found
+
+    return given
+
+
+def _schedule(rate: Callable[[Tensor], Tensor]) -> Schedule:
+    """`rate`, also of a Python int."""
+    return lambda count: rate(count if isinstance(count, Tensor) else torch.tensor(count))
 
 
 def constant(rate: float) -> Schedule:
     """Always `rate`."""
-    return lambda count: torch.full((), rate, dtype=torch.float64, device=count.device)
+    check("constant", rate=rate)
+    return _schedule(lambda count: torch.full((), rate, dtype=torch.float64, device=count.device))
 
 
 def polynomial(start: float, end: float, *, steps: int, power: float = 1.0, begin: int = 0) -> Schedule:
@@ -32,8 +55,10 @@ def polynomial(start: float, end: float, *, steps: int, power: float = 1.0, begi
 
     Linear by default. As optax's `polynomial_schedule`; `linear_schedule` is power 1.
     """
+    check("polynomial", start=start, end=end, steps=steps, power=power, begin=begin)
     _check("polynomial", "steps > 0, power > 0, begin >= 0", steps > 0, power > 0, begin >= 0)
 
+    @_schedule
     def rate(count: Tensor) -> Tensor:
         left = 1 - ((_float(count) - begin) / steps).clamp(0.0, 1.0)
         return end + (start - end) * left**power
@@ -48,8 +73,10 @@ def exponential(
 
     `end`: the bound that it does not pass. As optax's `exponential_decay`.
     """
+    check("exponential", start=start, steps=steps, rate=rate, begin=begin, **({} if end is None else {"end": end}))
     _check("exponential", "steps > 0, rate > 0, begin >= 0", steps > 0, rate > 0, begin >= 0)
 
+    @_schedule
     def value(count: Tensor) -> Tensor:
         t = (_float(count) - begin).clamp(min=0.0) / steps
         found = start * rate ** (t.floor() if staircase else t)
@@ -62,8 +89,9 @@ def exponential(
 
 def cosine(start: float, *, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `start` down to `end` at update `steps`, as optax's `cosine_decay_schedule`."""
+    check("cosine", start=start, end=end, steps=steps)
     _check("cosine", "steps > 0", steps > 0)
-    return lambda count: _cosine(start, end, _float(count) / steps)
+    return _schedule(lambda count: _cosine(start, end, _float(count) / steps))
 
 
 def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
@@ -71,8 +99,10 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
 
     As optax's `piecewise_constant_schedule`.
     """
+    check("piecewise", start=start, **{f"the factor at {at}": x for at, x in factors.items()})
     _check("piecewise", "counts >= 0", all(at >= 0 for at in factors))
 
+    @_schedule
     def rate(count: Tensor) -> Tensor:
         found = constant(start)(count)
         for at, factor in factors.items():
@@ -90,6 +120,7 @@ def join(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> Sc
             f"join: one boundary between each two schedules, above 0 and ascending; found {ends} for {len(made)}"
         )
 
+    @_schedule
     def rate(count: Tensor) -> Tensor:
         found = made[0](count)
         for schedule, at in zip(made[1:], ends, strict=True):
@@ -105,8 +136,7 @@ def warmup(peak: float, *, warmup: int, start: float = 0.0, kind: str = "linear"
     `kind`: `"linear"`, the part `count / warmup` of the way, or `"log"` (DeepSpeed's default),
     `log(count + 1) / log(warmup)`.
     """
-    _check_warmup("warmup", warmup, kind)
-    return lambda count: start + (peak - start) * _warmed(_float(count), warmup, kind)
+    return _rising("warmup", start, peak, warmup, kind)
 
 
 def warmup_decay(peak: float, *, warmup: int, steps: int, start: float = 0.0, kind: str = "linear") -> Schedule:
@@ -114,14 +144,11 @@ def warmup_decay(peak: float, *, warmup: int, steps: int, start: float = 0.0, ki
 
     `steps` includes the warm-up.
     """
-    _check_warmup("warmup_decay", warmup, kind, steps)
 
-    def rate(count: Tensor) -> Tensor:
-        t = _float(count)
-        falling = ((steps - t) / (steps - warmup)).clamp(min=0.0)
-        return start + (peak - start) * torch.where(t < warmup, _warmed(t, warmup, kind), falling)
+    def falling(t: Tensor) -> Tensor:
+        return start + (peak - start) * ((steps - t) / (steps - warmup)).clamp(min=0.0)
 
-    return rate
+    return _rising("warmup_decay", start, peak, warmup, kind, falling, steps)
 
 
 def warmup_cosine(
@@ -140,15 +167,12 @@ def warmup_cosine(
     the last of the `steps` updates has the rate `end`, not the one after it: with `kind="log"` DeepSpeed's
     WarmupCosineLR, whose ratios are `start / peak` and `end / peak`.
     """
-    _check_warmup("warmup_cosine", warmup, kind, steps)
+    check("warmup_cosine", end=end)
 
-    def rate(count: Tensor) -> Tensor:
-        t = _float(count)
-        rising = start + (peak - start) * _warmed(t, warmup, kind)
-        falling = _cosine(peak, end, (t - warmup + last_at_end) / (steps - warmup))
-        return torch.where(t < warmup, rising, falling)
+    def falling(t: Tensor) -> Tensor:
+        return _cosine(peak, end, (t - warmup + last_at_end) / (steps - warmup))
 
-    return rate
+    return _rising("warmup_cosine", start, peak, warmup, kind, falling, steps)
 
 
 def warmup_stable_decay(
@@ -167,22 +191,18 @@ def warmup_stable_decay(
     `kind`: of the warm-up, as for `warmup`. `shape` of the decay: `"linear"`, `"cosine"`, or `"sqrt"`, `1 - sqrt(x)` of
     the part x that is done (Hägele et al. 2024). Source: Hu et al. 2024 (MiniCPM), as WSD.
     """
-    _check_warmup("warmup_stable_decay", warmup, kind, steps)
+    check("warmup_stable_decay", end=end, steps=steps, decay=decay)
     _check("warmup_stable_decay", "0 < decay <= steps - warmup", 0 < decay <= steps - warmup)
     if shape not in ("linear", "cosine", "sqrt"):
         raise ValueError(f"warmup_stable_decay: shape is 'linear', 'cosine' or 'sqrt', not {shape!r}")
 
-    def rate(count: Tensor) -> Tensor:
-        t = _float(count)
+    def falling(t: Tensor) -> Tensor:
         done = ((t - (steps - decay)) / decay).clamp(0.0, 1.0)
-        rising = start + (peak - start) * _warmed(t, warmup, kind)
         if shape == "cosine":
-            falling = _cosine(peak, end, done)
-        else:
-            falling = peak + (end - peak) * (done.sqrt() if shape == "sqrt" else done)
-        return torch.where(t < warmup, rising, falling)
+            return _cosine(peak, end, done)
+        return peak + (end - peak) * (done.sqrt() if shape == "sqrt" else done)
 
-    return rate
+    return _rising("warmup_stable_decay", start, peak, warmup, kind, falling, steps)
 
 
 def one_cycle(
@@ -202,8 +222,10 @@ def one_cycle(
     is `start / (1 + decay_rate t / decay_steps)`, t updates later; constant where either is 0. DeepSpeed also moves
     Adam's `b1` the other way by default: `one_cycle_momentum`. Smith 2018.
     """
+    check("one_cycle", peak=peak, start=start, up=up)
     part = _cycle("one_cycle", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
 
+    @_schedule
     def rate(count: Tensor) -> Tensor:
         done, later = part(count)
         return (start + (peak - start) * done) / (1 + later)
@@ -230,6 +252,7 @@ def one_cycle_momentum(
     _check("one_cycle_momentum", "0 <= low, high < 1", 0 <= low < 1, 0 <= high < 1)
     part = _cycle("one_cycle_momentum", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
 
+    @_schedule
     def momentum(count: Tensor) -> Tensor:
         done, later = part(count)
         return (high - (high - low) * done) * (1 + later)
@@ -263,8 +286,10 @@ def lr_range_test(start: float, *, steps: int, rate: float = 1.0, staircase: boo
 
     `staircase`: with the whole part of `count / steps`.
     """
+    check("lr_range_test", start=start, steps=steps, rate=rate)
     _check("lr_range_test", "steps > 0, rate >= 0", steps > 0, rate >= 0)
 
+    @_schedule
     def value(count: Tensor) -> Tensor:
         t = _float(count) / steps
         return start * (1 + rate * (t.floor() if staircase else t))
@@ -281,23 +306,29 @@ def _cosine(start: float, end: float, done: Tensor) -> Tensor:
     return end + (start - end) * 0.5 * (1.0 + torch.cos(math.pi * done.clamp(0.0, 1.0)))
 
 
-def _warmed(t: Tensor, warmup: int, kind: str) -> Tensor:
-    """How much of a warm-up is done, from 0 to 1."""
-    if warmup == 0:
-        return torch.ones_like(t)
-    return (torch.log(t + 1) / math.log(warmup) if kind == "log" else t / warmup).clamp(max=1.0)
+def _rising(
+    name: str, start: float, peak: float, warmup: int, kind: str, then: Schedule | None = None, steps: int = 0
+) -> Schedule:
+    """A warm-up, then constant, or `then` of the count, which ends at `steps`."""
+    check(name, start=start, peak=peak, warmup=warmup, steps=steps)
+    if kind not in ("linear", "log"):
+        raise ValueError(f"{name}: kind is 'linear' or 'log', not {kind!r}")
+    if then and not 0 <= warmup < steps:
+        raise ValueError(f"{name}: 0 <= warmup < steps is needed, found warmup={warmup}, steps={steps}")
+    least = 2 if kind == "log" else 0
+    if warmup < least:
+        raise ValueError(f"{name}: a {kind} warm-up takes at least {least} updates, found {warmup}")
+
+    @_schedule
+    def rate(count: Tensor) -> Tensor:
+        t = _float(count)
+        done = torch.log(t + 1) / math.log(warmup) if kind == "log" else t / warmup if warmup else torch.ones_like(t)
+        rise = start + (peak - start) * done.clamp(max=1.0)
+        return torch.where(t < warmup, rise, then(t)) if then else rise
+
+    return rate
 
 
 def _check(name: str, needed: str, *holds: bool) -> None:
     if not all(holds):
         raise ValueError(f"{name}: {needed} is needed")
-
-
-def _check_warmup(name: str, warmup: int, kind: str, steps: int | None = None) -> None:
-    if kind not in ("linear", "log"):
-        raise ValueError(f"{name}: kind is 'linear' or 'log', not {kind!r}")
-    if steps is not None and not 0 <= warmup < steps:
-        raise ValueError(f"{name}: 0 <= warmup < steps is needed, found warmup={warmup}, steps={steps}")
-    least = 2 if kind == "log" else 0
-    if warmup < least:
-        raise ValueError(f"{name}: a {kind} warm-up takes at least {least} updates, found {warmup}")

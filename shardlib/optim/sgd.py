@@ -6,6 +6,7 @@ from torch import Tensor
 
 from shardlib import tree
 from shardlib.optim.base import Optimizer, counter, in_full, masters, rounded, zeros32
+from shardlib.optim.options import check
 from shardlib.optim.schedules import Schedule, as_schedule
 from shardlib.tree import pytree
 
@@ -26,6 +27,9 @@ def sgd(lr: float | Schedule, momentum: float | Schedule = 0.0, nesterov: bool =
     `momentum` may be a schedule, too (`one_cycle_momentum`).
     """
     rate = as_schedule(lr)
+    check("sgd", 0, momentum=0 if callable(momentum) else momentum)
+    if nesterov and not momentum:
+        raise ValueError("sgd: nesterov=True looks ahead along the momentum: give momentum=")
 
     def init(params: Any) -> SgdState:
         zero = counter()

@@ -1,7 +1,8 @@
-"""Optimizers around an optimizer: updates that are left out, made once in a while, or rounded at random."""
+"""Optimizers around an optimizer: updates left out, made once in a while, with other numbers, rounded at random."""
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from shardlib import collectives as c
 from shardlib import layout, random, tree
 from shardlib.norms import not_finite
-from shardlib.optim.base import Optimizer, counter, leaves_of, selected, zeros32
+from shardlib.optim.base import Optimizer, counter, leaves_of, refuse_others, selected, zeros32
+from shardlib.optim.options import check
 from shardlib.sharding import leaf_of, settle
 from shardlib.tree import pytree
 from shardlib.types import Leaf, region
@@ -30,6 +32,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
     Then no parameter and nothing of the optimizer's state changes, its count and schedule included: only `skipped`,
     which `optim.get(state, "skipped")` gives, goes up. As optax's `apply_if_finite` without its limit.
     """
+    refuse_others("skip_nonfinite", optimizer)
 
     def init(params: Any) -> SkipState:
         return SkipState(inner=optimizer.init(params), skipped=counter())
@@ -60,6 +63,7 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     accumulate=)`, for micro-batches of one batch, weighs by tokens and reduces once. A program has no branches: the
     update is computed each time, and kept when it is due. The mean is kept in float32 or wider.
     """
+    refuse_others("accumulate", optimizer)
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"accumulate: every is a number of gradients, at least 1, not {every!r}")
 
@@ -87,6 +91,39 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
 
 
 @pytree
+class InjectState:
+    """The optimizer's state; the numbers that it is made with, 0-d float64."""
+
+    inner: Any
+    hyper: dict[str, Tensor]
+
+
+def inject(make: Callable[..., Optimizer], **numbers: float) -> Optimizer:
+    """`make(**numbers)`, the numbers lying in the state, where they may be changed between steps without a new trace.
+
+    For arguments that may be schedules: `inject(lambda lr: adamw(lr, weight_decay=0.1), lr=3e-4)`. Then
+    `state.opt.hyper["lr"]` is the rate of all updates to come. As optax's `inject_hyperparams`.
+    """
+    check("inject", **numbers)
+
+    def made(hyper: dict[str, Tensor]) -> Optimizer:
+        found = make(**{name: lambda count, x=x: x.to(torch.float64, copy=True) for name, x in hyper.items()})
+        refuse_others("inject", found)
+        return found
+
+    def init(params: Any) -> InjectState:
+        device = region().mesh.device
+        hyper = {name: torch.full((), x, dtype=torch.float64, device=device) for name, x in numbers.items()}
+        return InjectState(inner=made(hyper).init(params), hyper=hyper)
+
+    def update(grads: Any, state: InjectState, params: Any) -> tuple[Any, InjectState]:
+        updates, inner = made(state.hyper).update(grads, state.inner, params)
+        return updates, InjectState(inner=inner, hyper=state.hyper)
+
+    return Optimizer(init, update)
+
+
+@pytree
 class RoundingState:
     """The optimizer's state; the number of updates; the root of the random keys."""
 
@@ -103,6 +140,7 @@ def stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> Optimizer:
     count, path and global index: the same on every mesh, and in stacked and listed layers. Other leaves are as ever.
     `random.stochastic_round`; Zamirai et al. 2020 (arXiv:2010.06192).
     """
+    refuse_others("stochastic_rounding", optimizer)
 
     def widened(params: Any) -> Any:
         def one(p: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from shardlib.shard_map import shard_map
 from shardlib.state import gather, shard
 from shardlib.testing.compare import difference, largest
 from shardlib.tree import pytree, spec, stack
-from shardlib.types import padding_allowed
 from shardlib.zero import zero
 
 UPDATES = 3
@@ -112,22 +111,16 @@ def _trained(
 ) -> Any:
     """The parameters after an update for each of `grads`, as arrays, cut as the optimizer's leaves are."""
 
-    def init(params: Any) -> Any:
-        with padding_allowed():
-            return optimizer.init(params)
-
     def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        with padding_allowed():
-            updates, new = optimizer.update(grads, state, params)
-            tree.match(params, updates, "the tree of updates")
-            return same_leaves("the optimizer", apply_updates(params, updates), params), same_leaves(
-                "the optimizer", new, state
-            )
+        updates, new = optimizer.update(grads, state, params)
+        tree.match(params, updates, "the tree of updates")
+        now = same_leaves("the optimizer", apply_updates(params, updates), params)
+        return now, same_leaves("the optimizer", new, state)
 
     with make_mesh(axes or dict(dp=1, tp=1), simulate=True):
         cut = zero(specs, stage=stage).resolve(shard(params, specs)).opt
         now = shard(params, cut)
-        state = shard_map(init, in_specs=None, out_specs=None)(now)
+        state = shard_map(optimizer.init, in_specs=None, out_specs=None)(now)
         run = shard_map(update, in_specs=None, out_specs=None)
         for g in grads:
             now, state = run(now, state, shard(g, cut))

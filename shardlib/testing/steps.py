@@ -29,17 +29,19 @@ def check_loss(
     mesh: Mesh | Mapping[str, Any],
     layout: Layout | None = None,
     accumulate: int | None = None,
+    trainable: tree.Chooser | None = None,
 ) -> None:
     """Raise AssertionError unless one step of `loss` gives, on `mesh`, the loss and the gradients that one rank gives.
 
     One rank: a mesh with the same axes, all of size 1, and no micro-batches. `params` and `batch`: trees of arrays of
-    any mesh, or `@pytree` objects of plain tensors. Both steps run under `jit`. The message names the loss, if it
-    differs, and the first leaf whose gradient does: by how much, where and on which rank.
+    any mesh, or `@pytree` objects of plain tensors. `trainable`: as in `step`; other leaves have no gradient. Both
+    steps run under `jit`. The message names the loss, if it differs, and the first leaf whose gradient does: by how
+    much, where and on which rank.
     """
     m, name = as_mesh(mesh), getattr(loss, "__name__", "loss")
     one = Mesh(dict.fromkeys(m.shape, 1), m.groups, simulate=True)
     (value, grads), (right, wanted) = (
-        _of_one_step(loss, _moved(params, "params", on), _moved(batch, "batch", on), on, layout, count)
+        _of_one_step(loss, _moved(params, "params", on), _moved(batch, "batch", on), on, layout, count, trainable)
         for on, count in ((m, accumulate), (one, None))
     )
     flat = [x.shards[0].cpu() for x in tree.leaves(wanted)]
@@ -55,14 +57,20 @@ def check_loss(
 
 
 def _of_one_step(
-    loss: Callable[..., Any], params: Any, batch: Any, mesh: Mesh, layout: Layout | None, accumulate: int | None
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    layout: Layout | None,
+    accumulate: int | None,
+    trainable: tree.Chooser | None,
 ) -> tuple[Any, Any]:
     """The loss and the gradients, as arrays."""
     keep = Optimizer(  # whose state is the gradient
         lambda params: tree.map_(zeros32, params), lambda grads, _, params: (tree.map_(torch.zeros_like, params), grads)
     )
     with mesh:
-        train = step(loss, keep, layout=layout, accumulate=accumulate)
+        train = step(loss, keep, layout=layout, accumulate=accumulate, trainable=trainable)
         state, metrics = jit(train)(train.init(params), batch)
         return shard(metrics["loss"], "", mesh), state.opt
 
