@@ -52,6 +52,8 @@ from shardlib.simulate import run_lockstep
 from shardlib.spec import Spec
 from shardlib.types import inside, shapes_alone
 
+_WHOLE = ("inductor", "cudagraph")  # make one of the whole program, so that nothing is told from inside
+
 
 @dataclass(frozen=True)
 class _Result:
@@ -115,14 +117,9 @@ class Lowered:
         if not self.mesh.simulate or self.mesh.total == 1:
             for group in group_names(module):  # made by all of its ranks, where one has traced for all
                 self.mesh.group(group.rpartition("/")[2].split(","))
-        if log is None or self._whole:
+        if log is None or self.backend in _WHOLE:
             return self._here(module)
         return marked(self._here(telling(copied(module), log)))
-
-    @property
-    def _whole(self) -> bool:
-        """Whether the backend makes one of the whole program, so that nothing is told from inside."""
-        return self.backend in ("inductor", "cudagraph")
 
     def _here(self, module: GraphModule) -> GraphModule:
         """The graphs with the collectives that are used here."""
@@ -142,7 +139,7 @@ class Lowered:
     def __call__(self, inputs: list[list[Tensor]]) -> Any:
         """Run on the inputs of every rank that this process plays."""
         run, alone = self.compile()._run, self.mesh.simulate or self.mesh.total == 1
-        program = meter().program(self.mesh.device.type == "cuda", alone or not self._whole)
+        program = meter().program(self.mesh.device.type == "cuda", alone or self.backend not in _WHOLE)
         with explained(self.module), program:
             outputs = [run(inputs[0])] if run else run_lockstep(self.mesh, self.module, inputs, self._equal())
         return self.returned(outputs)
