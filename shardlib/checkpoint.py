@@ -12,8 +12,8 @@ ZeRO stages and stacking do not show. One run at a time saves into a folder; any
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from shardlib.processes import Processes
 from shardlib.saving import Saving
 
 if TYPE_CHECKING:
-    from shardlib.chunks import Piece  # `chunks` loads torch.distributed.checkpoint, which takes a second: at first use
+    from shardlib.chunks import Plan  # `chunks` loads torch.distributed.checkpoint, which takes a second: at first use
 
 
 @overload
@@ -55,11 +55,11 @@ def save(
     """Save a tree as `dir/step-00000100`, which it returns. All ranks call it; what one of them raises, all raise.
 
     Leaves are arrays, plain tensors and plain values (equal on all ranks). `step`: by default `state.step`. An older
-    save of the same step is replaced. `keep`: how many saves to leave, up to this step. `wait=False`: copy the state
-    into the host's memory, let a thread write it, and return a `Saving`, whose `.wait()` gives the path; the state may
-    be donated at once. One save goes on at a time: the next call of `save`, `latest`, `restore` or `compare` waits for
-    it and raises what it raised, and so does the end of the process. Raises `TreeError` for leaves that cannot be
-    saved, `RankError` when ranks pass different trees or one cannot write (a lone process: its error).
+    save of the same step is replaced. `keep`: how many saves to leave, up to this step. `wait=False`: copy what this
+    rank writes into the host's memory, let a thread write it, and return a `Saving`, whose `.wait()` gives the path;
+    the state may be donated at once. One save goes on at a time: the next call of `save`, `latest`, `restore` or
+    `compare` waits for it and raises what it raised, and so does the end of the process. Raises `TreeError` for leaves
+    that cannot be saved, `RankError` when ranks pass different trees or one cannot write (a lone process: its error).
     """
     saving.finish()
     mesh, root = _mesh(state), Path(dir)
@@ -81,14 +81,16 @@ def save(
     pieces = (p for leaf in leaves for p in leaf.pieces(leaf.names))
     info = _described(number, mesh, leaves)
     aside = ranks.first(lambda: saves.begin(target))
-    if wait:
-        _write(ranks, aside, target, pieces, info, keep)
-        return target
     from shardlib import chunks
 
-    copied: list[Piece] = []
-    ranks.all(lambda: copied.extend(chunks.snapshot(pieces)))
-    return saving.begin(target, partial(_write, Processes(mesh, apart=True), aside, target, copied, info, keep))
+    with _undone(ranks, aside, target):
+        plan = chunks.Plan(aside, pieces, ranks.exchange)
+        if not wait:
+            ranks.all(plan.copy)
+    if wait:
+        _write(ranks, plan, target, info, keep)
+        return target
+    return saving.begin(target, partial(_write, Processes(mesh, apart=True), plan, target, info, keep))
 
 
 def _described(number: int, mesh: Mesh | None, leaves: Sequence[Entry]) -> dict[str, Any]:
@@ -106,21 +108,26 @@ def _described(number: int, mesh: Mesh | None, leaves: Sequence[Entry]) -> dict[
     )
 
 
-def _write(
-    ranks: Processes, aside: Path, target: Path, pieces: "Iterable[Piece]", info: Mapping[str, Any], keep: int | None
-) -> None:
-    """Write the save `target` into the folder `aside`, and publish it. All processes call it."""
+def _write(ranks: Processes, plan: "Plan", target: Path, info: Mapping[str, Any], keep: int | None) -> None:
+    """Write the save `target`, and publish it. All processes call it."""
     from shardlib import chunks
 
     def publish() -> None:
-        saves.publish(aside, target, described({**info, "crc": chunks.sums(aside)}))
+        saves.publish(plan.folder, target, described({**info, "crc": chunks.sums(plan.folder)}))
         saves.tidy(target.parent)
         if keep is not None:
             saves.prune(target, keep)
 
-    try:
-        chunks.write(aside, pieces, ranks.exchange)
+    with _undone(ranks, plan.folder, target):
+        plan.write(ranks.exchange)
         ranks.first(publish)
+
+
+@contextmanager
+def _undone(ranks: Processes, aside: Path, target: Path) -> Iterator[None]:
+    """Where the save `target` fails inside, what is in the folder `aside` goes, and the error says so."""
+    try:
+        yield
     except BaseException as e:
         if ranks.rank == 0:
             saves.discard(aside)

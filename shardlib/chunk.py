@@ -19,11 +19,6 @@ MEND = "restore an older save, or copy the file again from where it is whole"
 _BLOCK = 1 << 18  # bytes that are read at once: they are still in the cache when they are summed
 
 
-def raw(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to be read and written."""
-    return x.view(-1).view(torch.uint8).numpy().data
-
-
 class Chunk(io.RawIOBase):
     """`length` bytes of `file` from `start`, which hold something of the leaf `name`; as a file of their own. `sums`:
     the checksums of the chunks of the file, by where they start."""
@@ -45,7 +40,7 @@ class Chunk(io.RawIOBase):
 
     def fill(self, x: Tensor) -> None:
         """Read the tensor into `x`: on the CPU, contiguous, of its shape and dtype. Raises as `check`."""
-        data = raw(x)
+        data = x.view(-1).view(torch.uint8).numpy().data
         ends = memoryview(bytearray(max(0, self.length - len(data))))
         try:
             start = self._tensor() if len(data) else 0

@@ -11,7 +11,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,6 @@ def write_item(name: str, shape: Sequence[int], at: Sequence[int], x: Tensor) ->
     """The plan to write `x` as the chunk from `at` of a tensor of global `shape`."""
     data = TensorWriteData(chunk(at, x), TensorProperties(dtype=x.dtype), torch.Size(shape))
     return WriteItem(MetadataIndex(name, torch.Size(at)), WriteItemType.SHARD, tensor_data=data)
-
-
-def snapshot(pieces: Iterable[Piece]) -> list[Piece]:
-    """Copies in the host's memory, which what happens to the tensors later does not change."""
-    copied = []
-    for p in pieces:
-        if isinstance(p.data, Tensor):
-            p = replace(p, data=p.data.to("cpu", copy=True, memory_format=torch.contiguous_format))
-        copied.append(p)
-    return copied
 
 
 class _Planner(DefaultSavePlanner):
@@ -158,42 +148,54 @@ class _Writer(FileSystemWriter):
         return done
 
 
-def write(folder: Path, pieces: Iterable[Piece], exchange: Exchange) -> None:
-    """Write what this process holds; all processes call it, and all return once everything is written.
+class Plan:
+    """What this process shall write into `folder` of the `pieces` it holds: one process writes what several hold.
 
-    `exchange(f, g)` runs `f` on every process, `g` on the list of results on the first one, and gives each process its
-    item of what `g` returns; it raises everywhere what one of them raises.
+    All processes make it, and write it, together: `exchange(f, g)` runs `f` on every process, `g` on the list of
+    results on the first one, and gives each process its item of what `g` returns; it raises everywhere what one raises.
     """
-    planner, writer = _Planner(pieces), _Writer(folder)
-    indexed: list[Metadata] = []
 
-    def whole(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
-        indexed.append(metadata)
-        return writer.prepare_global_plan(plans)
+    def __init__(self, folder: Path, pieces: Iterable[Piece], exchange: Exchange) -> None:
+        self.folder, self.planner, self.writer = folder, _Planner(pieces), _Writer(folder)
+        self.indexed: list[Metadata] = []
+        self.own: SavePlan = exchange(self._local, self._whole)
 
-    def local() -> SavePlan:
-        writer.set_up_storage_writer(True)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    def _local(self) -> SavePlan:
+        self.writer.set_up_storage_writer(True)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    plan = exchange(local, whole)
+    def _whole(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = self.planner.create_global_plan(plans)
+        self.indexed.append(metadata)
+        return self.writer.prepare_global_plan(plans)
+
+    def copy(self) -> None:
+        """Copy it into the host's memory: what happens to the tensors later does not change what is written."""
+        held = self.planner.held
+        self.planner.held = {item.index: _copied(held[item.index]) for item in self.own.items}
+
+    def write(self, exchange: Exchange) -> None:
+        """Write it; all processes return once everything is written."""
+        exchange(self._written, self._finish)
 
     @saves.mended()
-    def finish(results: list[list[WriteResult]]) -> list[None]:
+    def _written(self) -> list[WriteResult]:
+        return self.writer.write_data(self.planner.finish_plan(self.own), self.planner).wait()
+
+    @saves.mended()
+    def _finish(self, results: list[list[WriteResult]]) -> list[None]:
         files = {result.storage_data.relative_path for some in results for result in some}
-        if lost := sorted(file for file in files if not _sums_of(folder / file).exists()):
+        if lost := sorted(file for file in files if not _sums_of(self.folder / file).exists()):
             raise TreeError(
-                f"{folder}: the first rank does not see {listing(lost)}, which others wrote; save into one folder that "
-                "all ranks share"
+                f"{self.folder}: the first rank does not see {listing(lost)}, which others wrote; save into one folder "
+                "that all ranks share"
             )
-        writer.finish(indexed[0], results)
+        self.writer.finish(self.indexed[0], results)
         return [None] * len(results)
 
-    @saves.mended()
-    def written() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(plan), planner).wait()
 
-    exchange(written, finish)
+def _copied(x: Any) -> Any:
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
 
 
 def sums(folder: Path) -> dict[str, int]:

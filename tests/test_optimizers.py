@@ -99,3 +99,10 @@ def test_c35_the_first_update_of_adam_is_the_rate(ours):
     for decaying in (optim.adam(0.1, weight_decay=0.5), optim.adamw(0.1, weight_decay=0.5)):
         _, state = trained(decaying, torch.ones(3), [], "n/dp")
         assert not sl.gather(state.mu).any() and not sl.gather(state.nu).any()
+
+
+def test_lamb_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="0 <= min_coeff <= max_coeff is needed, found 2 and 1"):
+        optim.lamb(0.1, min_coeff=2, max_coeff=1)
+    with pytest.raises(ValueError, match="correct='step' is none of `moments` and `rate`"):
+        optim.lamb(0.1, correct="step")  # type: ignore[arg-type]

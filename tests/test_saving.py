@@ -22,17 +22,16 @@ ROOT = Path(__file__).parent.parent
 
 
 class Held:
-    """While it lasts no save writes: each waits for `go`, and for every call of it there is one in `begun`."""
+    """While it lasts no save writes: each waits for `go`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.go, self.begun, write = threading.Event(), list[Path](), chunks.write
+        self.go, write = threading.Event(), chunks.Plan.write
 
-        def held(folder: Path, *rest: Any) -> None:
-            self.begun.append(folder)
+        def held(plan: chunks.Plan, exchange: Any) -> None:
             assert self.go.wait(30)
-            write(folder, *rest)
+            write(plan, exchange)
 
-        patch.setattr(chunks, "write", held)
+        patch.setattr(chunks.Plan, "write", held)
 
 
 def state_of(value: float, n: int = 6) -> dict[str, sl.Array]:
@@ -153,18 +152,33 @@ def test_bad_calls_fail_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_copies_what_it_writes(tmp_path: Path) -> None:
+    """Of what all hold each rank copies a part: all together the state once."""
+
+    def run() -> tuple[int, bool]:
+        copied, copy = [], chunks._copied
+        with sl.make_mesh(dp=2), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunks, "_copied", lambda x: (copied.append(x.numel()), copy(x))[1])
+            whole = {str(i): sl.shard(torch.full((5,), i), "n") for i in range(4)} | {"cut": state_of(1.0)["w"]}
+            path = sl.save(tmp_path, whole, step=1, wait=False).wait()
+            found = sl.restore(path, whole)
+            return sum(copied), all(torch.equal(sl.gather(found[k]), sl.gather(x)) for k, x in whole.items())
+
+    assert on_ranks(2, run) == [(19, True)] * 2, "two of the four whole leaves, and half of the other"
+
+
 def test_the_process_ends_after_its_save_and_tells_if_it_failed(tmp_path: Path) -> None:
     script = """
     import sys, time, torch
     import shardlib as sl
     from shardlib import chunks
-    write, how, folder = chunks.write, *sys.argv[1:]
+    write, how, folder = chunks.Plan.write, *sys.argv[1:]
     def slow(*args):
         time.sleep(1)
         if how == "fails":
             raise OSError(28, "No space left on device", "/disk/0")
         write(*args)
-    chunks.write = slow
+    chunks.Plan.write = slow
     with sl.make_mesh(dp=1):
         sl.save(folder, {"w": torch.ones(5)}, step=1, wait=False)
         if how == "raises":
