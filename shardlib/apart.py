@@ -73,6 +73,7 @@ class Apart:
 
     def _post(self, asked: Any, operands: list[Any]) -> None:
         x, to = operands[0], _members(asked, self.rank)[operands[1]]
+        operands.clear()  # the rank's list, which would keep what is sent
         self.mail.post(self.rank, to, x)
         self.ready.append((self.rank, {self.rank: x.new_empty(0)}))
         if to in self.waiting:
