@@ -179,7 +179,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for layout in layouts:
         group = [BASE, *(n for n in names if PEERS[n][2] == layout and n != BASE)]
-        found |= measure(group, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
+        took = measure(group, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
+        found |= {name if name != BASE or len(layouts) == 1 else f"{BASE}, {layout}": f for name, f in took.items()}
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
         + (f"link {args.link}" if args.link else "loopback")
@@ -189,8 +190,9 @@ def main() -> None:
     )
     for name, f in found.items():
         times = f"{statistics.median(f['seconds']):>8.2f}{f['first']:>9.1f}{f['loss']:>9.4f}"
-        bound = f"{lower[PEERS[name][2]]:7.2f}" if PEERS[name][2] in lower else ""
-        print(f"{name:<26}{PEERS[name][2]:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
+        layout = PEERS[name.partition(",")[0]][2]
+        bound = f"{lower[layout]:7.2f}" if layout in lower else ""
+        print(f"{name:<26}{layout:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
     if args.spent:
         print(table({name: f["spent"] for name, f in found.items()}))
     if args.json:

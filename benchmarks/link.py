@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root, `ip` and `tc`."""
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     """The hosts, while inside; each sends at most `rate` (`1gbit`), shaped by a token bucket of 1 MB."""
     a, b = HOSTS
     for left in Path("/run/netns").glob("shardlib-*"):  # of processes that were killed
-        if not Path("/proc", left.name.split("-")[1]).exists():
+        named = re.fullmatch(r"shardlib-(\d+)-[12]", left.name)
+        if named and not Path("/proc", named[1]).exists():
             _run(f"ip netns del {left.name}", check=False)
     try:
         for host in HOSTS:

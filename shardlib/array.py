@@ -50,7 +50,8 @@ class Array(Tensor):
                 "use what the function returned, or leave donate_argnums out"
             )
         if self._shards[0].is_inference() and not torch.is_inference_mode_enabled():
-            self._shards = [s.clone() for s in self._shards]  # torch would neither differentiate it nor write into it
+            own = {id(s): s.clone() for s in self._shards}  # torch would neither differentiate it nor write into it
+            self._shards = [own[id(s)] for s in self._shards]
         return self._shards
 
     @property

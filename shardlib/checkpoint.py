@@ -87,10 +87,11 @@ def save(
         plan = chunks.Plan(aside, pieces, ranks.exchange)
         if not wait:
             ranks.all(plan.copy)
+            ranks = Processes(mesh, apart=True)
     if wait:
         _write(ranks, plan, target, info, keep)
         return target
-    return saving.begin(target, partial(_write, Processes(mesh, apart=True), plan, target, info, keep))
+    return saving.begin(target, partial(_write, ranks, plan, target, info, keep))
 
 
 def _described(number: int, mesh: Mesh | None, leaves: Sequence[Entry]) -> dict[str, Any]:

@@ -77,10 +77,13 @@ class Chunk(io.RawIOBase):
     # ---- as a file
 
     def readinto(self, buffer: Any) -> int:
+        left = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
+        whole = len(left)
         self.file.seek(self.start + self.at)
-        got = self.file.readinto(memoryview(buffer).cast("B")[: max(0, self.length - self.at)]) or 0
-        self.at += got
-        return got
+        while left and (got := self.file.readinto(left)):  # some file systems give less than they are asked for
+            left = left[got:]
+        self.at += whole - len(left)
+        return whole - len(left)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset + (0, self.at, self.length)[whence]

@@ -75,7 +75,9 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.held[index]
-        return held.contiguous() if isinstance(held, Tensor) else held  # so `read` need not ask for strides
+        if isinstance(held, Tensor):  # as its bytes say, so that `read` need not ask for strides and signs
+            held = held.resolve_conj().resolve_neg().contiguous()
+        return held
 
 
 class _Summed:

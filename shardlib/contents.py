@@ -79,8 +79,10 @@ def contents(path: Path) -> Contents:
     mark = path / saves.MARK
     try:
         info = json.loads(mark.read_bytes())
-        whole, kind = info.pop("sum") == _sum(info), info.pop("format", 1)
-        found = Contents(path, *(info[k] for k in ("step", "mesh", "crc", "leaves", "specs", "tied")))
+        if info.pop("sum") != _sum(info):
+            raise ValueError("its checksum is not the one that was written")
+        if (kind := info.get("format", 1)) == FORMAT:
+            return Contents(path, *(info[k] for k in ("step", "mesh", "crc", "leaves", "specs", "tied")))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise TreeError(f"{mark} is damaged: {e}; restore an older save") from None
     except NotADirectoryError:
@@ -89,12 +91,8 @@ def contents(path: Path) -> Contents:
         inside = [p.name for p in saves.whole(path)[-3:]]
         hint = f"it holds {listing(inside)}; sl.latest gives the newest" if inside else f"it has no {saves.MARK}"
         raise TreeError(f"{path} is not a save: {hint if path.exists() else 'it does not exist'}") from None
-    if not whole:
-        raise TreeError(f"{mark} is damaged: its checksum is not the one that was written; restore an older save")
-    if kind != FORMAT:
-        mend = f"restore it with shardlib {info['shardlib']}, which wrote it"
-        raise TreeError(f"{path} is in format {kind}, and this shardlib reads format {FORMAT}: {mend}")
-    return found
+    mend = f"restore it with shardlib {info.get('shardlib')}, which wrote it"
+    raise TreeError(f"{path} is in format {kind}, and this shardlib reads format {FORMAT}: {mend}")
 
 
 def described(info: Mapping[str, Any]) -> str:

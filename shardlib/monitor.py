@@ -144,8 +144,8 @@ def _split(seconds: float, before: Spent, after: Spent) -> Record:
     programs, blocked, count, unmarked = (b - a for a, b in zip(before, after, strict=True))
     if not count:
         return {}
-    waited = {} if unmarked else {"communication": blocked}
-    return {"compute": programs - blocked, **waited, "idle": max(0.0, seconds - programs)}
+    split = {"compute": programs} if unmarked else {"compute": programs - blocked, "communication": blocked}
+    return {**split, "idle": max(0.0, seconds - programs)}
 
 
 def _writes() -> bool:

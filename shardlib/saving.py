@@ -53,8 +53,8 @@ _under_way: list[Saving] = []  # at most one
 def begin(path: Path, work: Callable[[], None]) -> Saving:
     """Let a thread do the work of the save `path`."""
     saving = Saving(path, work)
-    _under_way.append(saving)
     saving._thread.start()
+    _under_way.append(saving)
     return saving
 
 

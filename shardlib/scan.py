@@ -30,7 +30,8 @@ def scan(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: i
 
     A leaf that is split keeps its spec without the leading dimension, so `gather` works on slices. As `jax.lax.scan`:
     inside `jit`, `f` runs once for each type of carry, and the program calls its graphs (forward and backward). Where
-    `f` cannot be traced alone, a `UserWarning` says why, and the program has a copy of it for each turn.
+    `f` cannot be traced alone, a `UserWarning` says why, and the program has a copy of it for each turn; in forward
+    mode (`torch.func.jvp`) it always has.
     """
     flat, treedef = tree.flatten(xs)
     if not flat and length is None:

@@ -65,7 +65,7 @@ def step(
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
     if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and (clip is None or clip > 0)):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
-        raise SpecError(f"step takes one of sl.optim's optimizers, a Layout and a clip above 0; found {found}")
+        raise SpecError(f"step takes an sl.optim.Optimizer(init, update), a Layout and a clip above 0; found {found}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         trained, key = plan.trained, random.fold_in(state.key, state.step)

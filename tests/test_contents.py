@@ -1,5 +1,6 @@
 """contents.py: what is damaged is found, whichever file it is in; disks that are full or not to be written to."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from ranks import on_ranks
 
 import shardlib as sl
 from shardlib import chunks
+from shardlib.chunk import Chunk
 from shardlib.contents import contents
 
 
@@ -38,6 +40,31 @@ def test_it_says_what_it_holds(path: Path) -> None:
     assert found.verify() == [] and found.size == sum(p.stat().st_size for p in path.iterdir())
     values = dict(found.values(found.leaves))
     assert values["k"] == 3 and values["v"].tolist() == [1.0] * 7 and values["w"].shape == (7, 3)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_views_that_only_say_how_to_read_are_saved_as_they_read(tmp_path: Path, wait: bool) -> None:
+    """Conjugate, negative and transposed ones, whose memory holds something else."""
+    x = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).view(2, 3)
+    values = {"conj": x.conj(), "negative": x.conj().imag, "t": x.T}
+    assert values["conj"].is_conj() and values["negative"].is_neg()
+    sl.save(tmp_path, values, step=1, wait=wait)
+    found = sl.restore(sl.latest(tmp_path), {k: torch.zeros_like(v) for k, v in values.items()})
+    assert all(torch.equal(found[k], v) for k, v in values.items())
+
+
+def test_a_file_system_may_give_less_than_it_is_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:7])
+
+    with sl.make_mesh(dp=1, simulate=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", lambda self, *_, **__: Slow(self))
+            assert contents(path).verify() == []
+        with Slow(path / "__0_0.distcp") as file:
+            monkeypatch.setattr(Chunk, "_compare", lambda self, crc: None)
+            assert bytes(Chunk("w", file, 5, 40, {}).value()) == (path / "__0_0.distcp").read_bytes()[5:45]
 
 
 def test_c41_any_flipped_byte_of_any_file_is_found(path: Path) -> None:

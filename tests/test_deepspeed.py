@@ -237,7 +237,7 @@ def test_config_explain(tmp_path, capsys):
     assert printed == explain(load(TWO, dp=3))
     scope: dict[str, Any] = {}
     exec(printed, scope)
-    assert callable(scope["train_step"])
+    assert scope["train_step"](lambda w, b: w, {"w": "n/dp"}).init
     assert "# zero_optimization.overlap_comm: the layout says what is scattered and gathered" in printed
 
     file.write_text(json.dumps(merged(THREE, {"zero_optimization": {"zero_quantized_weights": True}})))

@@ -123,6 +123,11 @@ def test_what_is_honoured_changes_the_step():
             assert said in after and said not in before, (path, after)
 
 
+def test_what_does_not_fit_together_is_told_by_its_keys():
+    config = BASE | {"optimizer": {"type": "SGD", "params": {"nesterov": True}}}
+    assert refused(config) == ["`optimizer.params.nesterov` is true without `optimizer.params.momentum`"]
+
+
 SAMPLES = {"bool": True, "bool?": True, "text": "x", "text?": "x", "list?": ["x"], "any": {"x": 1}}
 
 

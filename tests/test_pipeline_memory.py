@@ -79,6 +79,8 @@ def test_activations_are_alive_as_the_schedule_says(name: str) -> None:
         for a, n in [*changes(alone[rank]).items(), *changes(whole[rank]).items()]:
             added.setdefault((a.kind, a.stage), set()).add(n)
         assert all(len(n) == 1 for n in added.values()), added
+        computing = {(a.kind, a.stage) for a in schedule.lists[rank] if a.kind in "FBIW"}
+        assert computing and computing <= added.keys()
         if name in ("gpipe", "one_f_one_b"):
             one, peak = max(alone[rank].values()), max(whole[rank].values())
             assert live * one <= peak < live * one + one

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import shardlib as sl
-from shardlib import schedules, watch
+from shardlib import schedules, tree, watch
 
 
 def two_steps() -> float:
@@ -34,10 +34,10 @@ def test_processes_do_as_one(tmp_path: Path) -> None:
 
 
 def a_scan(options: dict[str, Any] | None) -> list[float]:
-    """Loss and gradient of element-wise layers in a loop, two on each rank: few things to compile."""
+    """Loss and gradient of small layers in a loop, two on each rank: few things to compile."""
 
     def each(blocks: Any, x: Tensor, mb: Tensor) -> Tensor:
-        return sl.scan(lambda x, w: (x + torch.tanh(x * w["w"]), None), x, blocks)[0]
+        return sl.scan(lambda x, w: (x + torch.tanh(x @ w["w"] + w["b"]), None), x, blocks)[0]
 
     def end(p: Any, x: Tensor, mb: Tensor) -> sl.Mean:
         return sl.Mean.of("batch/dp model", x * x)
@@ -45,10 +45,15 @@ def a_scan(options: dict[str, Any] | None) -> list[float]:
     loss = sl.pipeline(lambda p, mb: mb, each, end, schedules.one_f_one_b(2))
     f = sl.shard_map(lambda p, mb: sl.value_and_grad(loss)(p, mb), in_specs=None, out_specs=None)
     f = f if options is None else sl.jit(f, **options)
-    w, x = (torch.linspace(-1, 2, 20, dtype=torch.float64).view(4, 5) + i for i in range(2))
+    w, b, x = (
+        torch.linspace(-1, 1, n, dtype=torch.float64).view(4, *s) for n, s in ((100, (5, 5)), (20, [5]), (20, [5]))
+    )
     with sl.make_mesh(dp=1, pp=2, simulate=options is None):
-        value, grads = f(sl.shard({"w": w}, sl.stack({"w": "model"}, "layers/pp")), sl.shard(x, "batch/dp model"))
-        return [sl.gather(value).item(), *sl.gather(grads)["w"].flatten().tolist()]
+        value, grads = f(
+            sl.shard({"w": w, "b": b}, sl.stack({"w": "model out", "b": "model"}, "layers/pp")),
+            sl.shard(x, "batch/dp model"),
+        )
+        return [sl.gather(value).item(), *(x for g in tree.leaves(sl.gather(grads)) for x in g.flatten().tolist())]
 
 
 @pytest.mark.parametrize("options", [dict(backend="regional"), dict(passes=[])], ids=["regional", "no passes"])
@@ -80,13 +85,17 @@ def looked_up(p: Any, x: Any, mb: Any) -> Any:
 
 
 def with_a_token(token: int, simulate: bool, jit: bool) -> None:
-    """A step that is well, then one whose second micro-batch holds this token."""
+    """A step that is well, then one whose second micro-batch holds this token, which ends in time."""
     step = sl.step(sl.pipeline(first, plainly, looked_up, schedules.gpipe(2)), sl.optim.sgd(0.1))
     step = sl.jit(step) if jit else step
     with sl.make_mesh(dp=1, tp=1, pp=2, simulate=simulate, timeout=20):
         state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
         for tokens in (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[0, 1, 2], [0, token, 2]])):
-            state, _ = step(state, sl.shard({"tokens": tokens, "targets": tokens}, "batch/dp seq"))
+            began = time.monotonic()
+            try:
+                state, _ = step(state, sl.shard({"tokens": tokens, "targets": tokens}, "batch/dp seq"))
+            finally:
+                assert tokens.max() == 0 or time.monotonic() - began < 20
 
 
 WHERE = "stage 1, micro-batch 1, forward (F1.1): RuntimeError: index 5 is out of bounds"
@@ -100,10 +109,8 @@ def test_a_stage_that_raises_ends_all_ranks_with_its_message(quick: None, jit: b
         except sl.RankError as e:
             raise RuntimeError(f"<{e}>") from None
 
-    began = time.time()
     with pytest.raises(AssertionError) as failed:
         on_ranks(2, body)
-    assert time.time() - began < 20
     said = str(failed.value)
     assert f"RuntimeError: <{WHERE}" in said and f"RuntimeError: <rank 1 failed: RankError: {WHERE}" in said
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from piped import batch, first, last, model, specs, stage, weights
+from piped import batch, error, first, last, model, specs, stage, weights
 from torch import Tensor
 
 import shardlib as sl
@@ -47,6 +47,23 @@ def outcome(functions: Any, schedule: Any, pp: int, layers: int = 4) -> tuple[di
         state = step.init(sl.shard(model(weights(layers, True), 1), specs(True, 1)))
         state, metrics = step(state, sl.shard(batch(8, 0), "batch/dp seq"))
         return {k: v.item() for k, v in metrics.items()}, tree.leaves(sl.gather(state.params))
+
+
+def by_number(blocks: Any, x: Any, mb: Any) -> Any:
+    """The layers of a stage, without a `scan`: their gradients are no stack."""
+    h = x["x"]
+    for i in range(blocks["w_in"].shape[0]):
+        y = torch.tanh(h @ blocks["w_in"][i]) @ blocks["w_out"][i]
+        h = h + sl.psum("batch/dp seq model +tp -> batch/dp seq model", y)
+    return x | {"x": h}
+
+
+@pytest.mark.parametrize("schedule", [schedules.gpipe(2), schedules.zero_bubble(3)], ids=["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("layers", [3, 5])
+def test_uneven_layers_taken_by_number(schedule: Any, layers: int) -> None:
+    """What pads the stage of fewer layers counts neither in the norm nor in the parameters."""
+    loss = sl.pipeline(first, by_number, last, schedule)
+    assert error(schedule, pp=2, layers=layers, rows=6, clip=0.1, loss=loss) < 1e-12
 
 
 def by_hand(layers: list[int]) -> tuple[float, dict[str, Tensor]]:

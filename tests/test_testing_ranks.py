@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +118,9 @@ def test_the_server_ends_with_its_parent_and_leaves_no_files(tmp_path: Path, mon
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     ours, theirs = os.pipe()
-    parent = os.fork()  # which has imported all it needs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons, where there are threads
+        parent = os.fork()  # which has imported all it needs
     if not parent:
         os.dup2(theirs, 1)
         os.close(ours)

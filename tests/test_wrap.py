@@ -88,6 +88,13 @@ def test_injected_numbers_change_without_a_new_trace():
     assert torch.allclose(found, own, rtol=1e-5) and sl.gather(optim.get(state.opt, "count")) == 3
 
 
+def test_what_cannot_be_injected_is_refused_where_it_is_given():
+    with pytest.raises(ValueError, match="adamw: weight_decay is a number of at least 0, not <function"):
+        optim.inject(optim.adamw, lr=1e-3, weight_decay=0.1)
+    with pytest.raises(TypeError, match="inject takes optimizers, such as"):
+        optim.inject(lambda lr: lr, lr=1e-3)  # type: ignore[arg-type, return-value]
+
+
 def test_stochastic_rounding_needs_no_masters() -> None:
     """Updates of an eighth of a bfloat16's unit add up in the mean; alike on every mesh, stacked and listed."""
     ones, ours = (

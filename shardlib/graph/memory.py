@@ -95,7 +95,7 @@ class Storages:
         for node in self.graph.nodes:
             child = module.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(child, GraphModule) and not isinstance(child, Island):
-                child = child.turn(turn) if isinstance(child, Switch) else child
+                child = child.turn(turn % len(child.turns)) if isinstance(child, Switch) else child
                 self.called[node] = Storages(child, str(node.target), [self.kind(a) for a in node.args], turn)
             self.kinds.setdefault(node, self._holds(node))
             if "kind" in node.meta:

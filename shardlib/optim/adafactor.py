@@ -56,8 +56,8 @@ def adafactor(
     leaves have a float32 master in the state.
     """
     rate = as_schedule(lr)
-    check("adafactor", 0, 1, momentum=momentum)
-    check("adafactor", 0, weight_decay_rate=weight_decay_rate, decay_rate=decay_rate, eps=eps)
+    check("adafactor", 0, 1, momentum=momentum or 0.0)
+    check("adafactor", 0, weight_decay_rate=weight_decay_rate or 0.0, decay_rate=decay_rate, eps=eps)
     check("adafactor", 1, min_dim_size_to_factor=min_dim_size_to_factor)
     if clipping_threshold is not None and not clipping_threshold > 0:
         raise ValueError(f"adafactor: clipping_threshold is above 0, or None, not {clipping_threshold!r}")

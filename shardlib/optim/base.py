@@ -55,7 +55,8 @@ def refuse_others(what: str, *found: Any) -> None:
     """Raise `TypeError` for what is no optimizer, such as a function that would make one."""
     for each in found:
         if not isinstance(each, Optimizer):
-            raise TypeError(f"{what} takes optimizers, such as optim.adamw(1e-3), not {each!r}")
+            known = "such as optim.adamw(1e-3) or an optim.Optimizer(init, update)"
+            raise TypeError(f"{what} takes optimizers, {known}, not {each!r}")
 
 
 def matrices(path: str, spec: Spec) -> bool:

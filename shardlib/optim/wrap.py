@@ -101,8 +101,9 @@ class InjectState:
 def inject(make: Callable[..., Optimizer], **numbers: float) -> Optimizer:
     """`make(**numbers)`, the numbers lying in the state, where they may be changed between steps without a new trace.
 
-    For arguments that may be schedules: `inject(lambda lr: adamw(lr, weight_decay=0.1), lr=3e-4)`. Then
-    `state.opt.hyper["lr"]` is the rate of all updates to come. As optax's `inject_hyperparams`.
+    For arguments that may be schedules (`lr`, `b1`, `momentum`), others stand in `make`: `inject(lambda lr: adamw(lr,
+    weight_decay=0.1), lr=3e-4)`. Then `state.opt.hyper["lr"]` is the rate of all updates to come. As optax's
+    `inject_hyperparams`, which takes any number.
     """
     check("inject", **numbers)
 
@@ -110,6 +111,8 @@ def inject(make: Callable[..., Optimizer], **numbers: float) -> Optimizer:
         found = make(**{name: lambda count, x=x: x.to(torch.float64, copy=True) for name, x in hyper.items()})
         refuse_others("inject", found)
         return found
+
+    made({name: torch.tensor(x) for name, x in numbers.items()})  # what cannot be made is refused now
 
     def init(params: Any) -> InjectState:
         device = region().mesh.device

@@ -24,6 +24,11 @@ from shardlib.spec import Dim
 from shardlib.types import Region, region
 
 
+def layered(m: Meta, layers: int) -> Meta:
+    """A stacked parameter as a stage of so many layers has it."""
+    return replace(m, shape=(layers, *m.shape[1:]))
+
+
 @dataclass
 class Halves:
     """A backward graph in two. `first`, given the inputs `reads_first` of the whole, gives the gradients of what the

@@ -1,6 +1,7 @@
 """Gradients that are added up where they are made: a backward graph is given the sums of the micro-batches before."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib.graph.joint import Layer
-from shardlib.graph.nodes import WAIT, arg, emit, inputs, outputs
+from shardlib.graph.nodes import WAIT, arg, emit, outputs
 
 aten = torch.ops.aten
 _RESHAPE = {aten.view.default, aten._unsafe_view.default}
@@ -37,18 +38,15 @@ def adding(module: GraphModule, places: Sequence[Place | None], sums: Sequence[T
         if node.op in ("call_module", "get_attr"):
             setattr(root, node.target, getattr(module, node.target))
     given = _given(graph, sums)
-    first = given[-1].next
     pairs = [(end, _slice(given, place)) for end, place in zip(ends, places, strict=True) if place is not None]
     out = graph.output([*(end for end, place in zip(ends, places, strict=True) if place is None), *given])
-    first = out if first.op == "root" else first
     alone = {end for end, _ in pairs if not end.users and sum(end is other for other, _ in pairs) == 1}
     inside: dict[Node, dict[int, Node]] = {}  # by call and number of its result: where that is added
     for end, into in pairs:
         if end in alone and _of_layer(root, end):
             inside.setdefault(arg(end), {})[arg(end, 1)] = into
         else:
-            made = first if end.op == "placeholder" else end.next
-            with graph.inserting_before(out if _sent(root, end) else made):
+            with graph.inserting_before(out if end.op == "placeholder" or _sent(root, end) else end.next):
                 _add(end, into, end in alone)
     named: dict[Any, str] = {}
     for call, found in inside.items():
@@ -58,12 +56,11 @@ def adding(module: GraphModule, places: Sequence[Place | None], sums: Sequence[T
 
 def _given(graph: Graph, values: Sequence[Tensor]) -> list[Node]:
     """New inputs, after those that there are, that hold values like these."""
-    last, found = inputs(graph)[-1], list[Node]()
-    for i, value in enumerate(values):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"sum{i}")
-        last.meta["val"] = value
-        found.append(last)
+    after, found = next((n for n in graph.nodes if n.op != "placeholder"), None), list[Node]()
+    with graph.inserting_before(after) if after else nullcontext():
+        for i, value in enumerate(values):
+            found.append(graph.placeholder(f"sum{i}"))
+            found[-1].meta["val"] = value
     return found
 
 
@@ -123,9 +120,10 @@ def _add(end: Node, into: Node, alone: bool) -> None:
     if not alone or product.target is not aten.mm.default or product.meta["val"].dtype != into.meta["val"].dtype:
         _writes(aten.add.out, into, [end], end)
         return
-    if product is not end:
-        into = emit(aten.view.default, (into, list(product.meta["val"].shape)), end)
-    _writes(aten.addmm.out, into, product.args, product)
+    with end.graph.inserting_before(product.next):  # while its factors are what they were
+        if product is not end:
+            into = emit(aten.view.default, (into, list(product.meta["val"].shape)), end)
+        _writes(aten.addmm.out, into, product.args, product)
     for node in chain:  # from the last
         node.graph.erase_node(node)
 

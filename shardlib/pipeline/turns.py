@@ -18,7 +18,7 @@ from shardlib.mesh import Inner
 from shardlib.phases import marked, noted
 from shardlib.pipeline.actions import Action
 from shardlib.pipeline.schedule import Schedule
-from shardlib.pipeline.stages import Traced
+from shardlib.pipeline.stages import Traced, layered
 from shardlib.pipeline.weights import Gather, Sums, reduction
 from shardlib.spec import Spec
 from shardlib.switch import Switch
@@ -311,11 +311,11 @@ class _Turn:
     ) -> list[Tensor]:
         """Call a graph that gives the gradients of a function's parameters, which are added to those of other
         micro-batches, and others; these."""
-        work = self.work
+        work, several = self.work, self.work.schedule.microbatches > 1
         keys: list[Any] = [("rest", i) if s is None else ("own", s // work.schedule.ranks, i) for i in f.at]
-        metas = [work.gradient(work.rest[i] if s is None else work.own[i]) for i in f.at]
-        there = [work.schedule.microbatches > 1 and work.summed_as(key) is None for key in keys]
-        into = [m if x else None for m, x in zip(metas, there, strict=True)]
+        held = [work.rest[i] if s is None else layered(work.own[i], work.layers[s]) for i in f.at]
+        metas = list(map(work.gradient, held))
+        into = [m if several and work.summed_as(key) is None else None for key, m in zip(keys, metas, strict=True)]
         sums = {key: m for key, m in zip(keys, into, strict=True) if m}
         for key, m in sums.items():
             if key not in self.added:

@@ -127,7 +127,10 @@ def _sgd(settings: Settings, kind: str, rate: Any) -> Call:
                 "SGD's momentum stays, as in DeepSpeed, which moves betas alone"
             )
     momentum, decay = _param(settings, "momentum", 0.0), _param(settings, "weight_decay", 0.0)
-    made = call("optim.sgd", rate, momentum=momentum, nesterov=_param(settings, "nesterov", False))
+    nesterov = _param(settings, "nesterov", False)
+    if nesterov and not momentum:
+        settings.problems.append("`optimizer.params.nesterov` is true without `optimizer.params.momentum`")
+    made = call("optim.sgd", rate, momentum=momentum, nesterov=nesterov)
     return call("optim.chain", call("optim.add_decayed_weights", decay), made) if decay else made
 
 
