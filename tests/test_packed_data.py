@@ -1,5 +1,6 @@
 """The example of data: rows of packed documents, split by rank, resumed on any number of ranks."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("torchdata")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 import packed_data  # noqa: E402
+import shardlib as sl  # noqa: E402
 
 DOCUMENTS = [[100 * n + i for i in range(1 + 5 * n % 7)] for n in range(11)]  # 45 tokens, from 1 to 7 each
 
@@ -51,7 +53,8 @@ def test_any_number_of_ranks_goes_on(path, workers):
 
     whole, _ = read(1, 7)
     first, states = read(2, 3)
-    rest, _ = read(3, 4, states[1])
+    saved = sl.save(path.parent / "saves", {"data": json.dumps(states[1])}, step=3)
+    rest, _ = read(3, 4, json.loads(sl.restore(saved, {"data": ""})["data"]))
     assert all(map(torch.equal, whole, first + rest)) and states[0] == states[1]
 
 

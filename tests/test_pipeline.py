@@ -19,10 +19,11 @@ from shardlib.graph.nodes import op_name
 
 CASES: dict[str, dict[str, Any]] = {
     "1f1b, uneven layers": dict(schedule=schedules.one_f_one_b(2), pp=3, dp=2, layers=7, zero=3, tied=False),
-    "interleaved, odd": dict(schedule=schedules.interleaved(3, 2), v=2, pp=2, layers=4, rows=3, jit=False),
+    "interleaved, odd": dict(schedule=schedules.interleaved(3, 2), v=2, pp=2, layers=4, rows=3),
     "zero bubble, 3d": dict(schedule=schedules.zero_bubble(4), pp=2, dp=2, tp=2, zero=3, clip=0.1),
     "zbv, accumulated": dict(schedule=schedules.zbv(2), v=2, pp=2, dp=2, zero=2, accumulate=2),
-    "dualpipe_v": dict(schedule=schedules.dualpipe_v(1), v=2, pp=3, layers=6, tied=False, zero=1, jit=False),
+    "dualpipe_v": dict(schedule=schedules.dualpipe_v(1), v=2, pp=3, layers=6, tied=False, zero=1),
+    "zbv, uneven layers": dict(schedule=schedules.zbv(4), v=2, pp=2, layers=6, jit=False),
     "one rank": dict(schedule=schedules.zbv(4), v=2, pp=1, jit=False),
 }
 

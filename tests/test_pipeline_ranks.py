@@ -26,9 +26,13 @@ def two_steps_of_one_trace(folder: str) -> float:
     return error(schedules.zbv(4), v=2, pp=2, dp=2, zero=2, simulate=False, cache=folder)
 
 
+def stages_both_ways() -> float:
+    return error(schedules.dualpipe_v(3), v=2, pp=2, rows=6, simulate=False)
+
+
 def test_processes_do_as_one(tmp_path: Path) -> None:
     """Line by line; and jitted, where the first rank traces for all, whatever their place in the pipeline."""
-    assert max(on_ranks(2, two_steps)) < 1e-12
+    assert max(on_ranks(2, two_steps)) < 1e-12 and max(on_ranks(2, stages_both_ways)) < 1e-12
     assert max(on_ranks(4, two_steps_of_one_trace, str(tmp_path))) < 1e-12
     assert [f.suffix for f in tmp_path.iterdir()] == [".jsonl"]
 

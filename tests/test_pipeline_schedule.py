@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from benchmarks import pipeline_bubble
 from shardlib.errors import ScheduleError
 from shardlib.pipeline import schedules
 from shardlib.pipeline.actions import COMPUTE, Action
@@ -41,6 +42,13 @@ def test_idle_time_and_live_activations_are_the_theorys(p: int, m: int) -> None:
     assert made["zero_bubble"].live() == (p,) * p
     assert made["zbv"].live() == (2 * p,) * p
     assert made["zbv"].bubble() == 0 and made["zero_bubble"].bubble() == p - 1 and made["gpipe"].bubble() == 3 * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 9), (4, 8)])
+def test_the_benchmark_finds_all_as_the_theory_has_it(p: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle time and live activations of all six, interleaved with two and three stages on a rank."""
+    monkeypatch.setattr("sys.argv", ["pipeline_bubble", "--ranks", str(p), "--microbatches", str(m)])
+    pipeline_bubble.main()  # exits where one is not
 
 
 def test_costs_and_transfers_take_time() -> None:
