@@ -94,7 +94,7 @@ class Lowered:
     def memory(self, *kinds: str) -> Point:
         """The moment when most is alive on a rank (of a pipeline, that which holds most), of some kinds or of all, and
         the bytes of each: `parameters`, their `copies` (gathered, sliced), `buckets` to be sent, `gradients`,
-        `optimizer`, `activations` (what a pipeline keeps between actions) and `other`."""
+        `optimizer`, `activations` (left by the forward for the backward pass) and `other`."""
         module = self._here(self.module)
         points = (p for turn in range(turns(module)) for p in alive(module, turn=turn))
         return max(points, key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))

@@ -35,7 +35,8 @@ HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
     (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer`, `activations` (what the forward
-    of a pipeline's stage is handed and keeps for its backward, or one half of that for the other) and `other`."""
+    pass leaves for the backward pass; in a pipeline also what a stage is handed, and what one half of its backward
+    leaves for the other) and `other`."""
 
     graph: str
     node: str
@@ -105,6 +106,7 @@ class Storages:
             for root in self.roots.get(result, ()):
                 if self.kinds[root] in ("other", "copies"):
                     self.kinds[root] = _of_path(path)
+        self._leave()
         self.bytes: dict[Any, int] = {}  # keys: roots; (node, i) for a result that nobody takes, or sent by a call
         self.begins: dict[Node, list[Any]] = {}
         self.ends: dict[Any, Node] = {}
@@ -133,6 +135,13 @@ class Storages:
             found = {_COPIED.get(self.kind(a), "other") for a in made.all_input_nodes}
             return found.pop() if len(found) == 1 else "other"
         return "other"
+
+    def _leave(self) -> None:
+        """What the forward pass leaves for the backward pass are activations."""
+        for used in {a for n in self.graph.nodes if "backward" in n.meta for a in n.all_input_nodes}:
+            for root in self.roots[used]:
+                if self.kinds[root] == "other" and "forward" in root.meta:
+                    self.kinds[root] = "activations"
 
     def _live(self) -> None:
         """When every storage begins and ends."""
