@@ -175,11 +175,14 @@ def main() -> None:
         parser.error(f"unknown peers {unknown}; there are {list(PEERS)}")
     layouts = dict.fromkeys(PEERS[n][2] for n in names)
     args.logs.mkdir(parents=True, exist_ok=True)
-    lower = bounds(*measured(SIZES[args.size]), args.link) if args.link else {}
+    blocks = measured(SIZES[args.size])[0] if args.link else []
     found: dict[str, Any] = {}
+    lower: dict[str, float] = {}
     for layout in layouts:
         group = [BASE, *(n for n in names if PEERS[n][2] == layout and n != BASE)]
         took = measure(group, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
+        if args.link:  # of compute as it is here, beside another process
+            lower[layout] = bounds(blocks, statistics.median(took[BASE]["seconds"]), args.link).get(layout, 1.0)
         found |= {name if name != BASE or len(layouts) == 1 else f"{BASE}, {layout}": f for name, f in took.items()}
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
