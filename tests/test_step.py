@@ -254,7 +254,7 @@ def test_arguments_are_checked():
     for clip in (0.0, -1.0):
         with pytest.raises(sl.SpecError, match="a clip above 0"):
             sl.step(linear, sl.optim.sgd(1.0), clip=clip)
-    with pytest.raises(sl.SpecError, match=r"step takes one of sl.optim's optimizers"):
+    with pytest.raises(sl.SpecError, match=r"step takes an sl.optim.Optimizer\(init, update\)"):
         sl.step(linear, torch.optim.SGD)  # type: ignore[arg-type]
     with mesh(dp=2), pytest.raises(sl.SpecError, match=r"step.init: a key is what sl.random.key"):
         sl.step(linear, sl.optim.sgd(1.0)).init(entered(W), key=0)
