@@ -49,7 +49,9 @@ def test_views_that_only_say_how_to_read_are_saved_as_they_read(tmp_path: Path, 
     values = {"conj": x.conj(), "negative": x.conj().imag, "t": x.T}
     assert values["conj"].is_conj() and values["negative"].is_neg()
     sl.save(tmp_path, values, step=1, wait=wait)
-    found = sl.restore(sl.latest(tmp_path), {k: torch.zeros_like(v) for k, v in values.items()})
+    path = sl.latest(tmp_path)
+    assert path is not None
+    found = sl.restore(path, {k: torch.zeros_like(v) for k, v in values.items()})
     assert all(torch.equal(found[k], v) for k, v in values.items())
 
 
