@@ -181,9 +181,11 @@ def main() -> None:
     for layout in layouts:
         group = [BASE, *(n for n in names if PEERS[n][2] == layout and n != BASE)]
         took = measure(group, args.size, args.rounds, args.steps, args.link, args.logs, args.spent)
+        found[f"{BASE}, {layout}"] = took.pop(BASE) | {"layout": PEERS[BASE][2]}
+        found |= {name: f | {"layout": layout} for name, f in took.items()}
         if args.link:  # of compute as it is here, beside another process
-            lower[layout] = bounds(blocks, statistics.median(took[BASE]["seconds"]), args.link).get(layout, 1.0)
-        found |= {name if name != BASE or len(layouts) == 1 else f"{BASE}, {layout}": f for name, f in took.items()}
+            each = bounds(blocks, statistics.median(found[f"{BASE}, {layout}"]["seconds"]), args.link)
+            lower |= {name: bound for name, bound in each.items() if name == layout}
     print(
         f"{args.size}, {args.rounds} rounds of {args.steps} steps, "
         + (f"link {args.link}" if args.link else "loopback")
@@ -193,9 +195,8 @@ def main() -> None:
     )
     for name, f in found.items():
         times = f"{statistics.median(f['seconds']):>8.2f}{f['first']:>9.1f}{f['loss']:>9.4f}"
-        layout = PEERS[name.partition(",")[0]][2]
-        bound = f"{lower[layout]:7.2f}" if layout in lower else ""
-        print(f"{name:<26}{layout:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
+        bound = f"{lower[f['layout']]:7.2f}" if f["layout"] in lower else ""
+        print(f"{name:<26}{f['layout']:<17}{said(f['wall']):>22}{said(f['cpu']):>22}{times}{bound}")
     if args.spent:
         print(table({name: f["spent"] for name, f in found.items()}))
     if args.json:

@@ -90,7 +90,7 @@ def bucket(module: GraphModule, limit: int | None = None) -> GraphModule:
         passes = tuple(start.meta.get(k) for k in ("forward", "backward", "remat"))
         key = (start.target, start.args[1:], start.meta["val"].dtype, early, passes)
         size = size_of(start if op == "all_gather" else arg(start))
-        most = limit if limit is not None else 4 << 20 if start.meta["val"].device.type == "cpu" else 16 << 20
+        most = _most(start) if limit is None else limit
         b = filling.get(key)
         if b is None or b.bytes + size > most or (not early and order[start] > b.deadline):
             b = filling[key] = _Bucket(early)
@@ -102,6 +102,11 @@ def bucket(module: GraphModule, limit: int | None = None) -> GraphModule:
         if len(b.starts) > 1:
             _merge(b, order)
     return dead_code(module)
+
+
+def _most(start: Node) -> int:
+    """The bytes of a bucket where nothing is said."""
+    return 4 << 20 if start.meta["val"].device.type == "cpu" else 16 << 20
 
 
 def parameters(start: Node) -> list[Node] | None:
