@@ -84,8 +84,9 @@ def points(model: str, degree: int, stage: int, count: int = 1) -> list[Point]:
 
 
 def formula(model: str, degree: int, stage: int, count: int = 1) -> float:
-    """Bytes of state by Table 1. Several micro-batches add up in float32."""
-    split = [degree if stage >= least else 1 for least in (3, 2, 1)]
+    """Bytes of state by Table 1; but stage 1 scatters the gradients of one micro-batch as they are made, as stage 2
+    does. Several micro-batches add up in float32."""
+    split = [degree if stage >= least else 1 for least in (3, 1 if count == 1 else 2, 1)]
     return SHAPES[model][0] * sum(b / n for b, n in zip((2, 2 if count == 1 else 4, 12), split, strict=True))
 
 

@@ -182,14 +182,14 @@ def accumulated(
                 f"step: the coefficients of the loss's terms are {found}, they were {plan.coefficients} when it was "
                 "checked: what changes from step to step comes in as a tensor, in the batch or in extra"
             )
-        with padding_allowed(), phase("early"):  # each gradient is reduced as soon as backward has made it
+        with padding_allowed(), phase("early"):
             if acc is None:
                 grads = summed(grads, plan.layout.grads, reduce)
             else:
                 more = summed(tree.map_(wide, grads), plan.layout.grads, reduce)
-                grads = tree.map_(_accumulate, acc, more)
+                grads = noted("kind", "gradients", tree.map_(_accumulate, acc, more))
         aux = replace(aux, metrics=plan.precision.given(aux.metrics))
-        return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), noted("kind", "gradients", grads)
+        return plan.precision.given([t.total for t in mean.terms]), aux_tree(aux), grads
 
     if len(pieces) == 1:
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
@@ -210,8 +210,14 @@ def _accumulate(acc: Tensor, g: Tensor) -> Tensor:
     return settle(acc + wide(g), leaf)
 
 
+def reduced(grads: Any, specs: Any, dtype: torch.dtype | None = None) -> Any:
+    """Gradients `summed` to how the optimizer takes them, which from there on are state."""
+    return noted("kind", "gradients", summed(grads, specs, dtype))
+
+
 def summed(grads: Any, specs: Any, dtype: torch.dtype | None = None) -> Any:
-    """Gradients brought to `specs`; what several ranks add up on the way is added up in `dtype` (None: its own)."""
+    """Gradients brought to `specs`, each as soon as the backward pass has made it; what several ranks add up on the way
+    is added up in `dtype` (None: its own)."""
     mesh = region().mesh
 
     def one(g: Tensor, spec: Spec) -> Tensor:
@@ -221,7 +227,7 @@ def summed(grads: Any, specs: Any, dtype: torch.dtype | None = None) -> Any:
             g = settle(g.to(dtype), leaf)
         return move(g, spec)
 
-    with padding_allowed():
+    with padding_allowed(), phase("backward"), phase("early"):
         return tree.map_(one, grads, specs)
 
 

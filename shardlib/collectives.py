@@ -35,6 +35,7 @@ from torch.autograd import forward_ad
 from shardlib import tree, wire
 from shardlib.errors import SpecError, listing
 from shardlib.mesh import Axes, Mesh
+from shardlib.phases import phase
 from shardlib.types import Region, paused, refuse, region, valueless
 
 _plain = torch._C.DisableTorchFunction  # a Function below Insert: what it does inside is not user code
@@ -211,8 +212,9 @@ def _no_gradient(g: Tensor, *_: Any) -> Tensor:
 
 
 def _in_dtype(sum_: Callable[..., Tensor], g: Tensor, dtype: torch.dtype | None, *static: Any) -> Tensor:
-    """A cotangent's sum over ranks, made in `dtype` (None: its own) and rounded back once."""
-    return sum_(g, *static) if dtype is None else sum_(g.to(dtype), *static).to(g.dtype)
+    """A cotangent's sum over ranks, made in `dtype` (None: its own) and rounded back once, as soon as it can be."""
+    with phase("early"):
+        return sum_(g, *static) if dtype is None else sum_(g.to(dtype), *static).to(g.dtype)
 
 
 _PVary = _function("pvary", "R", _identity, lambda g, axes, dtype: _in_dtype(_psum, g, dtype, axes))

@@ -17,7 +17,6 @@ from shardlib.array import Array
 from shardlib.cache import Program, cached
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.digests import fingerprint, titles
-from shardlib.graph.gloo import for_gloo
 from shardlib.graph.memory import Point, alive, explained, turns
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
@@ -31,7 +30,7 @@ from shardlib.meeting import Meeting
 from shardlib.mesh import Mesh, TracedMesh, current_mesh
 from shardlib.meter import meter
 from shardlib.parts import Memo, once, places
-from shardlib.passes import Pass, applied, default, for_backend
+from shardlib.passes import Pass, applied, default, for_backend, for_processes
 from shardlib.shard_map import shards_of, tracing
 from shardlib.signature import (
     Constant,
@@ -87,9 +86,10 @@ class Lowered:
             module.recompile()  # passes change graphs, not yet their code
         return found
 
-    def collectives(self) -> list[Collective]:
-        """Every collective with its name, op, axis and the bytes each rank sends."""
-        return collectives(self.module)
+    def collectives(self, hardware: str | Hardware | None = None) -> Sequence[Collective]:
+        """Every collective with its name, op, axis and the bytes each rank sends; on `hardware` those of `timeline`,
+        each time it is made: for how many seconds it is `exposed`, the rest being hidden behind compute."""
+        return collectives(self.module) if hardware is None else self.timeline(hardware).collectives
 
     def memory(self, *kinds: str) -> Point:
         """The moment when most is alive on a rank (of a pipeline, that which holds most), of some kinds or of all, and
@@ -100,10 +100,8 @@ class Lowered:
         return max(points, key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))
 
     def timeline(self, hardware: str | Hardware = "h100") -> Timeline:
-        """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`.
-
-        `hardware`: `"h100"`, `"a100"` and others of `HARDWARE` there, or `sl.Hardware(...)`.
-        """
+        """When each node runs and each collective is on the wire, under the model of `shardlib.graph.timeline`; on
+        `"h100"`, `"a100"` and others of `HARDWARE` there, or on an `sl.Hardware(...)`."""
         return timeline(self.module, hardware)
 
     def as_text(self) -> str:
@@ -123,8 +121,8 @@ class Lowered:
 
     def _here(self, module: GraphModule) -> GraphModule:
         """The graphs with the collectives that are used here."""
-        gloo = not self.mesh.simulate and self.mesh.total > 1 and self.mesh.device.type == "cpu"
-        return applied([for_gloo], copied(module)) if gloo else module
+        use = () if self.mesh.simulate or self.mesh.total == 1 else for_processes(self.mesh.device.type, self.backend)
+        return applied(use, copied(module)) if use else module
 
     def compile(self) -> "Lowered":
         """Compile with the backend, if that has not been done."""
@@ -258,7 +256,7 @@ class Jitted:
         if called and mesh.total > 1 and not mesh.simulate and not (found and found.met):
             with Meeting(mesh, self.__name__, key.lines(mesh)) as meeting:
                 found = found or self._made(key, flat, mesh, meeting)
-                meeting.agree(fingerprint(found.module, mesh.debug), list(titles(found.module).values()))
+                meeting.agree(fingerprint(found.module), list(titles(found.module).values()))
             found.met = True
         return found or self._made(key, flat, mesh, None)
 

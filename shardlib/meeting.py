@@ -20,6 +20,7 @@ from shardlib.watch import watch
 from shardlib.wire import by_rank
 
 _PATIENCE = 10.0  # seconds until a line on stderr says who is waited for
+_SHAPES = 2  # parts of a line of a fingerprint that say what must be the same for a collective to be made at all
 _TRACING = 600.0  # seconds that a rank that has come may take for its program, beyond the mesh's timeout
 
 
@@ -105,13 +106,16 @@ class Meeting:
             return f"ranks call `{self.name}` with different arguments:\n{told}" + (f"\n{error}" if error else "")
         if error:
             return error
-        prints = [c["fingerprint"] for c in come.values()]
-        at = next((i for i in range(max(map(len, prints))) if len({tuple(p[i : i + 1]) for p in prints}) > 1), None)
+        prints = {r: [line.split("\t") for line in c["fingerprint"]] for r, c in come.items()}
+        if not self.mesh.debug and len({str(sorted(p)) for p in prints.values()}) > 1:  # else the same, in what order?
+            prints = {r: [parts[:_SHAPES] for parts in p] for r, p in prints.items()}
+        numbers = range(max(map(len, prints.values())))
+        at = next((i for i in numbers if len({str(p[i : i + 1]) for p in prints.values()}) > 1), None)
         if at is None:
             return ""
         titles = {r: (c["titles"][at : at + 1] or ["none"])[0] for r, c in come.items()}
         if len({t.rpartition("]")[0] for t in titles.values()}) == 1:  # but for the line of code
-            parts = {r: c["fingerprint"][at].split("\t") for r, c in come.items()}
+            parts = {r: p[at] for r, p in prints.items()}
             told = {
                 r: [x for x, *xs in zip(p, *parts.values(), strict=False) if {*xs} != {x}] for r, p in parts.items()
             }

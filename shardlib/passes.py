@@ -14,9 +14,11 @@ from shardlib.graph.dedupe import dedupe as dedupe
 from shardlib.graph.finite import check_finite as check_finite
 from shardlib.graph.fuse import Island
 from shardlib.graph.fuse import fuse as fuse
+from shardlib.graph.gloo import for_gloo
 from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
+from shardlib.graph.in_place import sums_in_place
 from shardlib.graph.join import join as join
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.recompute import recompute as recompute
@@ -35,6 +37,12 @@ def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
     if backend == "regional" and fuse not in found:
         found.insert(next((i for i, one in enumerate(found) if one in (in_place, reuse)), len(found)), fuse)
     return tuple(found)
+
+
+def for_processes(device: str, backend: str) -> tuple[Pass, ...]:
+    """What suits ranks that are processes: on the CPU collectives as gloo does them best, and sums where their operands
+    are, unless a compiler decides that."""
+    return (for_gloo,) * (device == "cpu") + (sums_in_place,) * (backend in ("graph", "regional"))
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:

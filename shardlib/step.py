@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardlib import random, tree
-from shardlib.accumulate import Plan, accumulated, entering, planned, same_leaves, summed
+from shardlib.accumulate import Plan, accumulated, entering, planned, reduced, same_leaves
 from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
 from shardlib.loss_scale import judged, scale_metrics, scaled, unscaled
@@ -76,7 +76,7 @@ def step(
         seeds = [c * divide(torch.ones_like(w), w) for c, w in zip(plan.coefficients, weights, strict=True)]
         by = scaled(seeds, state.scale)
         totals, aux, grads = accumulated(grad_fn, plan, params, pieces, key, state.extra, by)
-        grads = summed(grads, trained.take(plan.layout.opt), precision.reduce)  # one collective per leaf
+        grads = reduced(grads, trained.take(plan.layout.opt), precision.reduce)  # one collective per leaf
         finite, scale = judged(grads, state.scale, precision.scale)
         grads = unscaled(grads, state.scale)
         norm = global_norm(grads)
@@ -88,7 +88,8 @@ def step(
                 new = selected(finite, apply_updates(old, updates), old)
                 new = reshard(new, trained.take(plan.layout.params))
                 opt = selected(finite, same_leaves("the optimizer", opt, state.opt), state.opt)
-        value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
+        with phase("early"):  # rather than last, where all would wait for it
+            value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         metrics |= scale_metrics(finite, state.scale) | (aux.metrics or {})
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)

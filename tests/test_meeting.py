@@ -56,7 +56,10 @@ def test_other_shapes_other_keys_and_then_the_same():
     ) or a[0].endswith("rank 0: argument 0, `a`, is float32[4] `n/dp`\n  rank 1: argument 0, `b`, is float32[4] `n/dp`")
 
 
-def test_a_reordered_pair_of_the_same_shape(monkeypatch):
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_reordered_pair_of_the_same_shape(debug, monkeypatch):
+    """What each computes counts in the debug mode; the order always."""
+
     def body() -> list[str]:
         with sl.make_mesh(dp=2, timeout=20) as mesh:
 
@@ -72,19 +75,17 @@ def test_a_reordered_pair_of_the_same_shape(monkeypatch):
             other = sl.jit(sl.shard_map(computed, in_specs="n/dp", out_specs="n"), passes=[])
             return [raised(lambda: run(ones(), ones())), raised(lambda: other(ones()))]
 
-    monkeypatch.setenv("SHARDLIB_DEBUG", "1")
+    monkeypatch.setenv("SHARDLIB_DEBUG", "1" if debug else "")
     (pair, scaled), other = on_ranks(2, body)
     assert [pair, scaled] == other
     assert re.sub(r", test_meeting.py:\d+", "", pair) == (
         "RankError: ranks disagree on the collectives of `swapped`; number 1 is\n"
         "  rank 0: psum `0` over `dp`, float32[2]\n  rank 1: psum `1` over `dp`, float32[2]"
     )
-    assert scaled.count("psum `0` over `dp`, float32[2]") == scaled.count("(computed as ") == 2
-    monkeypatch.delenv("SHARDLIB_DEBUG")
-    assert on_ranks(2, body) == [["", ""]] * 2  # nothing is compared but shapes
+    assert scaled.count("psum `0` over `dp`, float32[2]") == scaled.count("(computed as ") == 2 * debug
 
 
-def test_collectives_that_cannot_meet_are_refused_without_debug():
+def test_collectives_that_cannot_meet():
     def body() -> str:
         with sl.make_mesh(dp=2, timeout=20) as mesh:
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import MESH, Layer, Net, block, bucketed, compared, loss, lowered, ops, rematted, state_and_batch, train
+from ranks import on_ranks
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -15,7 +16,7 @@ from shardlib import passes, tree
 from shardlib.graph.buckets import UNPACK
 from shardlib.graph.forms import ARRANGE
 from shardlib.graph.gloo import for_gloo
-from shardlib.graph.nodes import STARTS, WAIT
+from shardlib.graph.nodes import STARTS, WAIT, aliased, ancestors, group
 from shardlib.graph.program import copied, graphs
 from shardlib.simulate import run_lockstep
 
@@ -95,6 +96,33 @@ def test_overlap_issues_a_gather_before_its_wait(ahead):
         compared(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_is_reduced_as_soon_as_it_is_made(stage):
+    """Where weights are gathered all at once, and where the step makes the sums."""
+
+    def deep(w: Net, batch: Tensor) -> sl.Mean:
+        layers, head = sl.gather((w.layers, w.head), "dp")
+        x = batch
+        for layer in layers:
+            y = sl.einsum("batch/dp model, model hidden/tp -> batch/dp hidden/tp", x, layer.w_in)
+            y = sl.einsum("batch/dp hidden/tp, hidden/tp model -> batch/dp model +tp", torch.tanh(y), layer.w_out)
+            x = x + sl.psum("batch/dp model +tp -> batch/dp model", y)
+        return sl.Mean.of("batch/dp classes", torch.tanh(x @ head) ** 2)
+
+    with sl.make_mesh(MESH, simulate=True):
+        step = train(stage, f=deep)
+        nodes = list(lowered(step, *state_and_batch(step)).graph.nodes)
+    products = [n for n in nodes if n.target is torch.ops.aten.mm.default]
+    sums = [n for n in nodes if STARTS.get(n.target) in ("psum", "psum_scatter") and "backward" in n.meta]
+    sums = [n for n in sums if group(n)[0].endswith("/dp")]
+    of = [(s, [m for m in products if m in ancestors([s])]) for s in sums]
+    last = [(start, before[-1]) for start, before in of if before]  # a bias that is not used has zeros
+    assert len(last) == 5, "of two layers' weights and the head"
+    for start, product in last:
+        between = nodes[nodes.index(product) + 1 : nodes.index(start)]
+        assert not set(products) & set(between), f"{start} waits for the rest of the backward pass"
+
+
 EACH = [*((stage, {}) for stage in range(4)), (3, dict(clip=0.5)), (0, dict(accumulate=2)), (3, dict(accumulate=2))]
 
 
@@ -151,6 +179,26 @@ def test_for_gloo_keeps_values(scan):
         for a, b in zip(plain, other, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_processes_sum_where_an_operand_is_that_nothing_else_reads():
+    def sums(x: Tensor) -> tuple[Tensor, ...]:
+        kept, gone = 2 * x, 3 * x
+        return sl.psum(x, "dp"), sl.psum(kept, "dp"), sl.psum(gone, "dp"), kept
+
+    def body() -> tuple[list[bool], list[Tensor]]:
+        with sl.make_mesh(dp=2):
+            f = sl.jit(sl.shard_map(sums, in_specs="n/dp", out_specs=("n", "n", "n", "n/dp")), passes=[])
+            x = sl.shard(torch.arange(6.0), "n/dp")
+            program = f.lower(x).running()
+            written = [bool(aliased(n, written=True)) for n in program.graph.nodes if n.target in STARTS]
+            return written, [*sl.gather(f(x)), sl.gather(x)]
+
+    written, found = on_ranks(2, body)[1]
+    assert written == [False, False, True]
+    total = torch.arange(3.0) * 2 + 3
+    for x, wanted in zip(found, (total, 2 * total, 3 * total, 2 * torch.arange(6.0), torch.arange(6.0)), strict=True):
+        assert torch.equal(x, wanted)
 
 
 def test_a_pass_of_ones_own():

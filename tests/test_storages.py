@@ -143,12 +143,12 @@ def test_nodes_that_give_nothing_are_passed_by():
 
 
 def test_processes_hold_what_is_said():
-    """gloo: exchanges for scatters, operands that its threads keep to the wait."""
+    """gloo: sums in place, exchanges for scatters, operands that its threads keep to the wait."""
 
     def body() -> list[int]:
         sizes = []
         with sl.make_mesh(dp=2, tp=1):
-            for cls, stage in ((Listed, 1), (Stacked, 3)):
+            for cls, stage in ((Listed, 0), (Listed, 1), (Stacked, 3)):
                 found, groups = measured(cls, stage, 16000)
                 assert stage < 3 or max(p.bytes["copies"] for p in found) <= 2 * max(groups)
                 sizes.append(max(p.total for p in found))

@@ -82,6 +82,7 @@ def step_of(accumulate: int, **axes: int) -> Any:
 def test_called_graphs_count_at_each_call(tmp_path):
     program = step_of(3, dp=2)
     found = program.timeline("cpu")
+    assert program.collectives("cpu") == found.collectives
     assert len(found.collectives) == sum(c.times for c in program.collectives())
     assert sum(c.bytes for c in found.collectives) == sum(c.bytes * c.times for c in program.collectives())
     found.save(tmp_path / "trace.json")

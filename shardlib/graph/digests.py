@@ -29,15 +29,13 @@ def place(node: Node) -> list[str]:
     return [f"{os.path.basename(found[0])}:{found[1]}"] if found else []
 
 
-def fingerprint(module: GraphModule, strict: bool) -> list[str]:
+def fingerprint(module: GraphModule) -> list[str]:
     """A line for every collective, in parts: graph, op, axis, shape, dtype, how often; its other arguments (who sends
-    to whom); `strict`: its name, and a digest of what computes it."""
-    made = _digests(module, {}) if strict else {}
-    lines = []
+    to whom); its name; a digest of what computes it."""
+    made, lines = _digests(module, {}), []
     for node, one in sends(module).items():
         parts = [f"{one.op} over {one.axis} of {list(one.shape)} {one.dtype}, {one.times} times in {one.graph}"]
-        parts.append(f"with {[*node.args[1:-1]]}")
-        parts += [one.name, f"computed as {made[node]}"] if strict else []
+        parts += [f"with {[*node.args[1:-1]]}", one.name, f"computed as {made[node]}"]
         lines.append("\t".join(parts))
     return lines
 

@@ -15,6 +15,7 @@ from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
+_SUM, _SUM_ = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default
 _PULL, _PULL_ = torch.ops.shardlib.token_scores_backward.default, torch.ops.shardlib.token_scores_backward_.default
 
 
@@ -52,6 +53,20 @@ def reuse(module: GraphModule) -> GraphModule:
     for node in list(module.graph.nodes):
         _written_into(node, "call_function", storages)
     return dead_code(module)
+
+
+def sums_in_place(module: GraphModule) -> GraphModule:
+    """Sum over ranks where the operand is, if nothing else reads that.
+
+        y = psum(x)                       ->      psum_(x)
+
+    Saves a copy of every bucket. For processes: ranks that one process plays in lockstep get results of their own.
+    """
+    storages = _Storages(module.graph)
+    for node in module.graph.nodes:
+        if node.target is _SUM and storages.take(node, [*storages.roots[arg(node)]], _waits(node)):
+            node.target = _SUM_
+    return module
 
 
 class _Storages:

@@ -242,13 +242,14 @@ def used_placeholders(module: GraphModule) -> list[bool]:
 
 STARTS: dict[Any, str] = {
     torch.ops._c10d_functional.all_reduce.default: "psum",
+    torch.ops._c10d_functional.all_reduce_.default: "psum",
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "psum_scatter",
     torch.ops._c10d_functional.all_to_all_single.default: "all_to_all",
     torch.ops._c10d_functional.broadcast.default: "pbroadcast",
     torch.ops.shardlib.permute.default: "ppermute",
 }
-# those whose operand is kept until they have been waited for; the others send a copy, which becomes the result
+# those whose operand is kept until they have been waited for; the others send what becomes the result
 KEEP = {start for start, name in STARTS.items() if name not in ("psum", "pbroadcast", "ppermute")}
 
 

@@ -150,7 +150,7 @@ def _by_arrival(graph: Graph, pinned: set[Node]) -> None:
     arrives: dict[Node, int] = {}
     acted = -1  # what acts (prints) keeps its order
     for n in nodes:
-        own = order[n] if n.target in STARTS and "backward" in n.meta else acted if acts(n) else -1
+        own = order[n] if n.target in STARTS and order[n] <= last else acted if acts(n) else -1
         arrives[n] = max([own, *(arrives[i] for i in n.all_input_nodes)])
         acted = arrives[n] if acts(n) else acted
     output = nodes[-1]
