@@ -167,7 +167,8 @@ def accumulated(
     """Totals, `Aux` and gradients of what is trained (cut as `plan.layout.grads` says) of all `plan.pieces`.
 
     Gradients of several micro-batches add up in float32 or wider; those of one stay in the parameters' dtype. While a
-    program is traced the micro-batch is one graph that is called once for each.
+    program is traced the micro-batch is one graph that is called once for each; but the last is part of the program
+    where most gradients are still to be summed over ranks, which so begins while its backward pass runs.
     """
     reduce = plan.precision.reduce
 
@@ -195,13 +196,20 @@ def accumulated(
         totals, aux, grads = micro(None, params, pieces[0], key, extra, seeds)
         return totals, _merged([aux]), grads
     grads = noted("kind", "gradients", tree.map_(blank, plan.trained.take(params), plan.layout.grads))
+    both = zip(tree.leaves(grads), tree.leaves(plan.layout.grads), strict=True)
+    unsummed = sum(g.numel() if _pending(spec) else -g.numel() for g, spec in both) > 0
     all_totals, all_aux = [], []
-    for piece in pieces:
-        totals, aux, grads = called("microbatch", micro)(grads, params, piece, key, extra, list(seeds))
+    for i, piece in enumerate(pieces, 1):
+        run = micro if unsummed and i == len(pieces) else called("microbatch", micro)
+        totals, aux, grads = run(grads, params, piece, key, extra, list(seeds))
         extra = extra if aux[1] is None else same_leaves("the loss", aux[1], extra)
         all_totals.append(totals)
         all_aux.append(aux)
     return [added(ts) for ts in zip(*all_totals, strict=True)], _merged(all_aux), grads
+
+
+def _pending(spec: Spec) -> bool:
+    return region().mesh.size(spec.pending) > 1
 
 
 def _accumulate(acc: Tensor, g: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def test_micro_batches_are_calls_of_one_graph(stage):
             program = step.lower(*started(step)).program
             assert list(program) == ["step", "microbatch"][: 1 + (count > 1)]
             calls = [n.target for n in program["step"].graph.nodes if n.op == "call_module"]
-            assert calls == ["microbatch"] * (count if count > 1 else 0)
+            assert calls == ["microbatch"] * (count - (stage == 0) if count > 1 else 0), "the last sums over ranks"
             if count > 1:
                 sizes.append(len(program["microbatch"].graph.nodes))
                 assert all(n.op != "call_module" for n in program["microbatch"].graph.nodes)
@@ -168,8 +168,8 @@ def test_micro_batches_are_calls_of_one_graph(stage):
     assert sizes[0] == sizes[1]
     assert (
         texts[1].count("def microbatch(") == 1
-        and texts[1].count(" = microbatch(") == 2
-        and texts[2].count(" = microbatch(") == 8
+        and texts[1].count(" = microbatch(") == 2 - (stage == 0)
+        and texts[2].count(" = microbatch(") == 8 - (stage == 0)
     )
 
 

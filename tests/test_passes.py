@@ -96,9 +96,9 @@ def test_overlap_issues_a_gather_before_its_wait(ahead):
         compared(train(f=scaled), [passes.regather, partial(passes.overlap, ahead=ahead)])
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_gradient_is_reduced_as_soon_as_it_is_made(stage):
-    """Where weights are gathered all at once, and where the step makes the sums."""
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (1, 2)])
+def test_a_gradient_is_reduced_as_soon_as_it_is_made(stage, accumulate):
+    """Where weights are gathered all at once, where the step makes the sums, and in the last micro-batch."""
 
     def deep(w: Net, batch: Tensor) -> sl.Mean:
         layers, head = sl.gather((w.layers, w.head), "dp")
@@ -110,7 +110,7 @@ def test_a_gradient_is_reduced_as_soon_as_it_is_made(stage):
         return sl.Mean.of("batch/dp classes", torch.tanh(x @ head) ** 2)
 
     with sl.make_mesh(MESH, simulate=True):
-        step = train(stage, f=deep)
+        step = train(stage, f=deep, accumulate=accumulate)
         nodes = list(lowered(step, *state_and_batch(step)).graph.nodes)
     products = [n for n in nodes if n.target is torch.ops.aten.mm.default]
     sums = [n for n in nodes if STARTS.get(n.target) in ("psum", "psum_scatter") and "backward" in n.meta]

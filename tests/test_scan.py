@@ -79,7 +79,7 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("stage", "remat", "accumulate"), [(0, False, 2), (0, True, 1), (2, False, 1), (3, False, 2), (3, True, 2)]
+    ("stage", "remat", "accumulate"), [(0, False, 1), (0, True, 1), (2, False, 2), (3, False, 2), (3, True, 2)]
 )
 def test_traced_once_and_equal_to_the_loop(stage, remat, accumulate):
     with sl.make_mesh(dp=2, tp=2, simulate=True):

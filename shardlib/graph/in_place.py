@@ -27,7 +27,7 @@ def in_place(module: GraphModule) -> GraphModule:
         return p2, m2, v2                         return p, m, v
 
     So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
-    in the graph of a micro-batch, to which the last one's is given. The gradient of logits goes where they were. Saves
+    in the graph of a micro-batch, to which that of the one before is given. The gradient of logits goes where they were. Saves
     a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
     storages = _Storages(module.graph)
@@ -37,7 +37,7 @@ def in_place(module: GraphModule) -> GraphModule:
         elif node.target is _PULL:
             _over_logits(node, storages)
         else:
-            _written_into(node, "placeholder", storages)
+            _written_into(node, storages, given=True)
     _give_to_calls(module, storages)
     return dead_code(module)
 
@@ -51,7 +51,7 @@ def reuse(module: GraphModule) -> GraphModule:
     """
     storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
-        _written_into(node, "call_function", storages)
+        _written_into(node, storages, given=False)
     return dead_code(module)
 
 
@@ -131,10 +131,11 @@ def _into(target: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _written_into(node: Node, kind: str, storages: _Storages) -> None:
-    """The result of an element-wise op written into the first operand of a kind of node that may be."""
+def _written_into(node: Node, storages: _Storages, given: bool) -> None:
+    """The result of an element-wise op written into the first operand that may be: of those that are `given`, to the
+    graph or by a call, or of those made here."""
     found = _into(node.target)
-    operands = (x for x in node.all_input_nodes if found and x.op == kind and _alike(x, node))
+    operands = (x for x in node.all_input_nodes if found and _given(x) == given and _alike(x, node))
     alone = (x for x in operands if {*storages.within(x, node)} == {x})  # no other part of it is read beside
     operand = next((x for x in alone if storages.take(node, [x])), None)
     if found is None or operand is None:
@@ -145,6 +146,10 @@ def _written_into(node: Node, kind: str, storages: _Storages) -> None:
     new.meta = node.meta
     node.replace_all_uses_with(operand)
     storages.readers[operand] = storages.readers.pop(node, set())
+
+
+def _given(x: Node) -> bool:
+    return x.op == "placeholder" or (x.target is getitem and arg(x).op == "call_module")
 
 
 def _update(node: Node, storages: _Storages) -> None:

@@ -26,7 +26,7 @@ from shardlib.switch import AT, Switch
 from shardlib.wire import SEND, SENT
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
-_COPIED = {"parameters": "copies", "copies": "copies", "gradients": "gradients"}  # what a copy of each kind counts as
+_COPIED = {"parameters": "copies", "copies": "copies", "gradients": "buckets"}  # what a copy of each counts as
 _COPIES = frozenset("clone constant_pad_nd cat own_slice unpack".split())
 HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 
@@ -34,7 +34,7 @@ HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 @dataclass(frozen=True)
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
-    (gathered, sliced), `buckets` that are packed to be sent, `gradients`, `optimizer`, `activations` (what the forward
+    (gathered, sliced), `buckets`, copies to be sent, `gradients`, `optimizer`, `activations` (what the forward
     pass leaves for the backward pass; in a pipeline also what a stage is handed, and what one half of its backward
     leaves for the other) and `other`."""
 

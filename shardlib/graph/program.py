@@ -120,6 +120,9 @@ def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
         if x.target is PACK:
             found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
             return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        if getattr(x.target, "overloadpacket", None) is torch.ops.aten.add:  # to those of other micro-batches
+            found = [_origin(y, paths) or "" for y in x.all_input_nodes]
+            return next((name for name in found if name.startswith("the gradient of")), None)
         if len(x.all_input_nodes) != 1:
             return None
         x = x.all_input_nodes[0]
