@@ -20,7 +20,7 @@ from shardlib.errors import SpecError, defined
 from shardlib.mean import Mean, divide, whole
 from shardlib.parts import Part
 from shardlib.phases import gradients, phase
-from shardlib.types import Leaf, Region, paused, region
+from shardlib.types import Leaf, Region, padding_allowed, region
 from shardlib.zero import Layout
 
 
@@ -251,7 +251,7 @@ def as_gradient(here: Region, x: Tensor, g: Tensor, path: str) -> Tensor:
                 f"the gradient of `{path}` over `{axis}` should be pending, it is equal on all ranks: a sum was made "
                 "in a custom backward, and would be made again.\n  Return the cotangent there as it is"
             )
-    with paused():
+    with c._plain(), padding_allowed():  # below `Insert`; `Flow` sees it, and in forward mode the tangent's view
         g = g.view_as(g)  # an object of its own: a sum gives one cotangent to both its operands
     here.set_type(g, dual(kind))
     leaf = here.leaves.get(x)

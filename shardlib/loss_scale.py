@@ -54,7 +54,7 @@ class Scaling:
         """The state after a step whose gradients were finite, or were not (`finite`, 0-d bool)."""
         zero, full = torch.zeros_like(old.good), torch.full_like(old.good, self.hysteresis)
         good = torch.where(finite, old.good + 1, zero - 1)
-        grows, falls = good == self.window, ~finite & (old.forgiven <= 1)
+        grows, falls = good >= self.window, ~finite & (old.forgiven <= 1)
         up = (old.scale * self.factor).clamp(max=LARGEST)
         down = (old.scale / self.factor).clamp(min=self.minimum)
         left = torch.where(finite | falls, old.forgiven, old.forgiven - 1)
@@ -103,7 +103,7 @@ def static_scale(scale: float, max_skips: int | None = 50) -> Scaling:
 def _checked(made: Scaling, what: str) -> Scaling:
     numbers = all(isinstance(x, int | float) for x in (made.initial, made.factor, made.minimum))
     counts = [made.window, made.hysteresis, 1 if made.max_skips is None else made.max_skips]
-    if not numbers or not 0 < made.initial <= LARGEST or made.factor < 1 or not 0 <= made.minimum <= made.initial:
+    if not numbers or not 0 < made.initial <= LARGEST or not made.factor >= 1 or not 0 <= made.minimum <= made.initial:
         raise SpecError(
             f"{what}: 0 <= minimum <= initial <= 2**126, initial above 0 and factor at least 1; found {made}"
         )

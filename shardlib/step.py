@@ -63,8 +63,9 @@ def step(
     """
     grad_fn, precision = value_and_grad(loss), checked(precision, "step")
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
-    if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and (clip is None or clip > 0)):
-        found = f"{optimizer!r}, layout={layout!r}, clip={clip}"
+    clips = clip is None or (isinstance(clip, int | float) and clip > 0)
+    if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and clips):
+        found = f"{optimizer!r}, layout={layout!r}, clip={clip!r}"
         raise SpecError(f"step takes an sl.optim.Optimizer(init, update), a Layout and a clip above 0; found {found}")
 
     def device(plan: Plan, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:

@@ -163,12 +163,14 @@ def test_forward_mode_under_jit() -> None:
         f: Any = nets()["rows"]
         value, tangent = torch.func.jvp(lambda w: f(x, w, v), (w,), (w,))  # type: ignore[misc]
         assert region().type_of(tangent) == region().type_of(value) == "II"
-        return value, tangent, torch.func.hessian(lambda v: f(x, w, v))(v)
+        ahead = torch.func.jvp(lambda v: sl.grad(lambda v: f(x, w, v))(v), (v,), (v,))[1]  # type: ignore[misc]
+        return value, tangent, torch.func.hessian(lambda v: f(x, w, v))(v), ahead
 
     with sl.make_mesh(dp=2, tp=1, simulate=True):
         args = sl.shard(X, "b/dp d"), sl.shard(W, "d e"), sl.shard(V, "e d")
-        value, tangent, hessian = sl.gather(sl.jit(sl.shard_map(body, in_specs=None, out_specs="..."))(*args))
+        value, tangent, hessian, ahead = sl.gather(sl.jit(sl.shard_map(body, in_specs=None, out_specs="..."))(*args))
     assert_close((value, tangent), torch.func.jvp(lambda w: plain_net("rows", X, w, V), (W,), (W,)))
+    assert_close(ahead, torch.einsum("abcd,cd->ab", hessian, V))
     assert_close(hessian, torch.func.hessian(lambda v: plain_net("rows", X, W, v))(V))
 
 

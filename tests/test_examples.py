@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def tuned(mesh: sl.Mesh, steps: int = 3) -> dict[str, Tensor]:
     numbers = torch.arange(8)
     with mesh:
         params = sl.init(lora.Tuned, sizes=lora.SIZES, key=sl.random.key(0), dtype=F64)
+        params = replace(params, base=lora.tied(params.base))
         start, state = sl.gather(params.base), lora.step.init(params)
         batch, losses = sl.shard(lora.Batch(tokens=numbers, targets=(numbers * 5 + 3) % 16)), []
         for _ in range(steps):

@@ -213,6 +213,16 @@ def test_scales_follow_the_rules_of_deepspeed(options: Any) -> None:
         assert state.scale.item() == theirs.update(overflow)
 
 
+def test_a_restored_scale_rises_in_a_shorter_window() -> None:
+    """Though more finite steps lie behind it than the new window has."""
+    long, short = sl.dynamic_scale(4.0, window=100), sl.dynamic_scale(4.0, window=3)
+    state, scales = long.init(), []
+    for scaling in [long] * 6 + [short] * 4:
+        state = scaling.after(state, torch.tensor(True))
+        scales.append(state.scale.item())
+    assert scales == [4.0] * 6 + [8.0] * 3 + [16.0]
+
+
 def test_defaults_are_those_of_deepspeed() -> None:
     found = sl.precision("f16").scale
     assert found == sl.dynamic_scale(2.0**16, window=1000, hysteresis=2, minimum=1, consecutive=False)
@@ -295,7 +305,9 @@ def test_skipping_takes_no_second_state() -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize("wrong", [dict(initial=0.5), dict(initial=2.0**127), dict(factor=0.5), dict(minimum=-1)])
+@pytest.mark.parametrize(
+    "wrong", [dict(initial=0.5), dict(initial=2.0**127), dict(factor=0.5), dict(factor=torch.nan), dict(minimum=-1)]
+)
 def test_scales_that_are_none(wrong: Any) -> None:
     with pytest.raises(
         sl.SpecError, match=r"dynamic_scale: 0 <= minimum <= initial <= 2\*\*126.*found Scaling\(initial="

@@ -55,12 +55,12 @@ def adafactor(
     by `lr`; transformers' factors the last two and its `relative_step` is the schedule `min(1e-2, 1 / sqrt(t))`. 16-bit
     leaves have a float32 master in the state.
     """
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "adafactor")
     check("adafactor", 0, 1, momentum=momentum or 0.0)
     check("adafactor", 0, weight_decay_rate=weight_decay_rate or 0.0, decay_rate=decay_rate, eps=eps)
     check("adafactor", 1, min_dim_size_to_factor=min_dim_size_to_factor)
-    if clipping_threshold is not None and not clipping_threshold > 0:
-        raise ValueError(f"adafactor: clipping_threshold is above 0, or None, not {clipping_threshold!r}")
+    if clipping_threshold is not None:
+        check("adafactor", above=0, clipping_threshold=clipping_threshold)
 
     def init(params: Any) -> AdafactorState:
         zero, cuts = counter(), _cuts(params, min_dim_size_to_factor)

@@ -6,7 +6,7 @@ from shardlib import tree
 from shardlib.optim.adamw import MomentsState, adamw
 from shardlib.optim.base import Optimizer, chosen, in_full
 from shardlib.optim.options import check
-from shardlib.optim.schedules import Schedule
+from shardlib.optim.schedules import Schedule, as_schedule
 
 
 def adam(
@@ -24,7 +24,7 @@ def adam(
     """
     check("adam", 0, 1, b1=0 if callable(b1) else b1, b2=b2)
     check("adam", 0, eps=eps, weight_decay=weight_decay)
-    decoupled = adamw(lr, b1, b2, eps)
+    decoupled = adamw(as_schedule(lr, "adam"), b1, b2, eps)
 
     def update(grads: Any, state: MomentsState, params: Any) -> tuple[Any, MomentsState]:
         if weight_decay:

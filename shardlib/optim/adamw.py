@@ -44,7 +44,7 @@ def adamw(
     at least float32. Where `b1` is a schedule (`one_cycle_momentum`), the bias is corrected for its value at the time,
     as torch.optim and DeepSpeed do.
     """
-    rate = as_schedule(lr)
+    rate, b1 = as_schedule(lr, "adamw"), as_schedule(b1, "adamw: b1") if callable(b1) else b1
     check("adamw", 0, 1, b1=0 if callable(b1) else b1, b2=b2)
     check("adamw", 0, eps=eps, weight_decay=weight_decay)
 

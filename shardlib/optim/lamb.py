@@ -39,9 +39,10 @@ def lamb(
         raise ValueError(f"lamb: correct={correct!r} is none of {listing(known)}")
     check("lamb", 0, 1, b1=b1, b2=b2)
     check("lamb", 0, eps=eps, weight_decay=weight_decay)
-    if not 0 <= min_coeff <= max_coeff:
+    check("lamb", 0, min_coeff=min_coeff, max_coeff=0 if max_coeff == math.inf else max_coeff)
+    if min_coeff > max_coeff:
         raise ValueError(f"lamb: 0 <= min_coeff <= max_coeff is needed, found {min_coeff} and {max_coeff}")
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "lamb")
 
     def trust(p: Tensor, r: Tensor, leaf: Leaf) -> Tensor:
         above, below = rms(p, leaf), rms(r, leaf)  # their ratio is that of the norms

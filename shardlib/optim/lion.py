@@ -33,7 +33,7 @@ def lion(
     As optax, whose default `weight_decay` is 1e-3. `mask` chooses the leaves that decay. 16-bit leaves have a float32
     master in the state.
     """
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "lion")
     check("lion", 0, 1, b1=b1, b2=b2)
     check("lion", 0, weight_decay=weight_decay)
 

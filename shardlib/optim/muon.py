@@ -75,10 +75,13 @@ def muon(
     if scale not in SCALES:
         raise ValueError(f"muon: scale is {' or '.join(map(repr, SCALES))}, not {scale!r}")
     check("muon", 0, 1, momentum=momentum)
-    check("muon", 0, weight_decay=weight_decay, steps=steps, eps=eps)
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"muon: dtype is a floating-point dtype, not {dtype}")
-    rate = as_schedule(lr)
+    check("muon", 0, weight_decay=weight_decay, eps=eps)
+    check("muon", **{f"coefficient {i}": x for i, x in enumerate(coefficients)})
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"muon: steps is a whole number of at least 0, not {steps!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"muon: dtype is a floating-point dtype, not {dtype!r}")
+    rate = as_schedule(lr, "muon")
 
     def init(params: Any) -> MuonState:
         _matrices(params)

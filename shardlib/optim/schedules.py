@@ -20,11 +20,11 @@ from shardlib.types import short
 Schedule = Callable[[Any], Tensor]
 
 
-def as_schedule(rate: float | Callable[[Any], Any]) -> Schedule:
-    """A number as a constant schedule; a function of the count that gives a number or a 0-d float tensor."""
+def as_schedule(rate: float | Callable[[Any], Any], what: str) -> Schedule:
+    """The rate of `what`: a number as a constant schedule; a function of the count that gives a number or a 0-d float
+    tensor."""
     if not callable(rate):
-        if not isinstance(rate, Real) or isinstance(rate, bool):
-            raise TypeError(f"a learning rate is a number or a schedule (count -> rate), not {rate!r}")
+        check(what, 0, **{"a rate (or a schedule, count -> rate)": rate})
         return constant(rate)
 
     def given(count: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ def as_schedule(rate: float | Callable[[Any], Any]) -> Schedule:
         if isinstance(found, Real):
             return torch.full((), float(found), dtype=torch.float64, device=count.device)
         if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
-            what = short(found) if isinstance(found, Tensor) else repr(found)
-            raise TypeError(f"a schedule gives a number or a 0-d float tensor for a count, not {what}")
+            said = short(found) if isinstance(found, Tensor) else repr(found)
+            raise TypeError(f"{what}: a schedule gives a number or a 0-d float tensor for a count, not {said}")
         return found
 
     return given
@@ -55,8 +55,9 @@ def polynomial(start: float, end: float, *, steps: int, power: float = 1.0, begi
 
     Linear by default. As optax's `polynomial_schedule`; `linear_schedule` is power 1.
     """
-    check("polynomial", start=start, end=end, steps=steps, power=power, begin=begin)
-    _check("polynomial", "steps > 0, power > 0, begin >= 0", steps > 0, power > 0, begin >= 0)
+    check("polynomial", start=start, end=end)
+    check("polynomial", 0, begin=begin)
+    check("polynomial", above=0, steps=steps, power=power)
 
     @_schedule
     def rate(count: Tensor) -> Tensor:
@@ -73,8 +74,9 @@ def exponential(
 
     `end`: the bound that it does not pass. As optax's `exponential_decay`.
     """
-    check("exponential", start=start, steps=steps, rate=rate, begin=begin, **({} if end is None else {"end": end}))
-    _check("exponential", "steps > 0, rate > 0, begin >= 0", steps > 0, rate > 0, begin >= 0)
+    check("exponential", start=start, end=0 if end is None else end)
+    check("exponential", 0, begin=begin)
+    check("exponential", above=0, steps=steps, rate=rate)
 
     @_schedule
     def value(count: Tensor) -> Tensor:
@@ -89,8 +91,8 @@ def exponential(
 
 def cosine(start: float, *, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `start` down to `end` at update `steps`, as optax's `cosine_decay_schedule`."""
-    check("cosine", start=start, end=end, steps=steps)
-    _check("cosine", "steps > 0", steps > 0)
+    check("cosine", start=start, end=end)
+    check("cosine", above=0, steps=steps)
     return _schedule(lambda count: _cosine(start, end, _float(count) / steps))
 
 
@@ -100,7 +102,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
     As optax's `piecewise_constant_schedule`.
     """
     check("piecewise", start=start, **{f"the factor at {at}": x for at, x in factors.items()})
-    _check("piecewise", "counts >= 0", all(at >= 0 for at in factors))
+    check("piecewise", 0, **{f"the count {at}": at for at in factors})
 
     @_schedule
     def rate(count: Tensor) -> Tensor:
@@ -114,11 +116,10 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
 
 def join(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after another: the next begins, with count 0, at each boundary. As optax's `join_schedules`."""
-    made, ends = [as_schedule(s) for s in schedules], list(boundaries)
-    if len(made) != len(ends) + 1 or ends != sorted(set(ends)) or any(n <= 0 for n in ends):
-        raise ValueError(
-            f"join: one boundary between each two schedules, above 0 and ascending; found {ends} for {len(made)}"
-        )
+    made, ends = [as_schedule(s, "join") for s in schedules], list(boundaries)
+    check("join", above=0, **{f"boundary {i}": n for i, n in enumerate(ends)})
+    if len(made) != len(ends) + 1 or ends != sorted(set(ends)):
+        raise ValueError(f"join: one boundary between each two schedules, ascending; found {ends} for {len(made)}")
 
     @_schedule
     def rate(count: Tensor) -> Tensor:
@@ -191,8 +192,11 @@ def warmup_stable_decay(
     `kind`: of the warm-up, as for `warmup`. `shape` of the decay: `"linear"`, `"cosine"`, or `"sqrt"`, `1 - sqrt(x)` of
     the part x that is done (Hägele et al. 2024). Source: Hu et al. 2024 (MiniCPM), as WSD.
     """
-    check("warmup_stable_decay", end=end, steps=steps, decay=decay)
-    _check("warmup_stable_decay", "0 < decay <= steps - warmup", 0 < decay <= steps - warmup)
+    check("warmup_stable_decay", end=end, warmup=warmup, steps=steps)
+    check("warmup_stable_decay", above=0, decay=decay)
+    if decay > steps - warmup:
+        found = f"found decay={decay}, warmup={warmup}, steps={steps}"
+        raise ValueError(f"warmup_stable_decay: warmup + decay <= steps is needed, {found}")
     if shape not in ("linear", "cosine", "sqrt"):
         raise ValueError(f"warmup_stable_decay: shape is 'linear', 'cosine' or 'sqrt', not {shape!r}")
 
@@ -222,7 +226,7 @@ def one_cycle(
     is `start / (1 + decay_rate t / decay_steps)`, t updates later; constant where either is 0. DeepSpeed also moves
     Adam's `b1` the other way by default: `one_cycle_momentum`. Smith 2018.
     """
-    check("one_cycle", peak=peak, start=start, up=up)
+    check("one_cycle", peak=peak, start=start)
     part = _cycle("one_cycle", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
 
     @_schedule
@@ -249,7 +253,7 @@ def one_cycle_momentum(
     DeepSpeed's `cycle_momentum`, its bounds by default; it then has 0.99 for `b2`. `up` to `down_stairs` as there;
     after the cycle the momentum is `high (1 + decay_rate t / decay_steps)`, t updates later (`decay_mom_rate`).
     """
-    _check("one_cycle_momentum", "0 <= low, high < 1", 0 <= low < 1, 0 <= high < 1)
+    check("one_cycle_momentum", 0, 1, low=low, high=high)
     part = _cycle("one_cycle_momentum", up, down, up_stairs, down_stairs, decay_rate, decay_steps)
 
     @_schedule
@@ -266,8 +270,8 @@ def _cycle(
     """At a count: how far a cycle is from its ends, 0 to 1, and what has grown since it was over."""
     down = up if down is None else down
     stairs = up_stairs, up_stairs if down_stairs is None else down_stairs
-    _check(name, "up > 0, down > 0, stairs and decay_steps >= 0", up > 0, down > 0, *(n >= 0 for n in stairs))
-    _check(name, "decay_rate >= 0, decay_steps >= 0", decay_rate >= 0, decay_steps >= 0)
+    check(name, above=0, up=up, down=down)
+    check(name, 0, up_stairs=stairs[0], down_stairs=stairs[1], decay_rate=decay_rate, decay_steps=decay_steps)
 
     def part(position: Tensor, length: int, steps: int) -> Tensor:
         return (position * steps / length).floor() / steps if steps else position / length
@@ -286,8 +290,9 @@ def lr_range_test(start: float, *, steps: int, rate: float = 1.0, staircase: boo
 
     `staircase`: with the whole part of `count / steps`.
     """
-    check("lr_range_test", start=start, steps=steps, rate=rate)
-    _check("lr_range_test", "steps > 0, rate >= 0", steps > 0, rate >= 0)
+    check("lr_range_test", start=start)
+    check("lr_range_test", 0, rate=rate)
+    check("lr_range_test", above=0, steps=steps)
 
     @_schedule
     def value(count: Tensor) -> Tensor:
@@ -327,8 +332,3 @@ def _rising(
         return torch.where(t < warmup, rise, then(t)) if then else rise
 
     return rate
-
-
-def _check(name: str, needed: str, *holds: bool) -> None:
-    if not all(holds):
-        raise ValueError(f"{name}: {needed} is needed")

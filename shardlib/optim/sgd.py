@@ -26,7 +26,8 @@ def sgd(lr: float | Schedule, momentum: float | Schedule = 0.0, nesterov: bool =
 
     `momentum` may be a schedule, too (`one_cycle_momentum`).
     """
-    rate = as_schedule(lr)
+    rate = as_schedule(lr, "sgd")
+    momentum = as_schedule(momentum, "sgd: momentum") if callable(momentum) else momentum
     check("sgd", 0, momentum=0 if callable(momentum) else momentum)
     if nesterov and not momentum:
         raise ValueError("sgd: nesterov=True looks ahead along the momentum: give momentum=")

@@ -1,5 +1,6 @@
 """Changes of gradients and updates, to `chain` with optimizers."""
 
+from numbers import Real
 from typing import Any
 
 from shardlib import tree
@@ -10,8 +11,8 @@ from shardlib.optim.options import check
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Gradients scaled so that their global norm is at most `max_norm`, as optax; as `step(clip=)` does."""
-    if not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: a norm above 0 is needed, found {max_norm}")
+    if not (isinstance(max_norm, Real) and max_norm > 0):
+        raise ValueError(f"clip_by_global_norm: a norm above 0 is needed, found {max_norm!r}")
 
     def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
         return scaled_to(grads, global_norm(grads), max_norm), state
