@@ -27,8 +27,8 @@ def in_place(module: GraphModule) -> GraphModule:
         return p2, m2, v2                         return p, m, v
 
     So do all ops that go element by element: `p + u` becomes `add.out(p, u, out=p)`, and so does the sum of gradients
-    in the graph of a micro-batch, to which that of the one before is given. The gradient of logits goes where they were. Saves
-    a second state, and the time to get memory for it. After the other passes, which need values that stay.
+    in the graph of a micro-batch, to which that of the one before is given. The gradient of logits goes where they
+    were. Saves a second state, and the time to get memory for it. After the other passes, which need values that stay.
     """
     storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
