@@ -49,7 +49,9 @@ def trained(loss: Any, how: str, specs: Any, layout: Any, accumulate: int | None
 )
 def test_in_16_bits_as_one_process(how: str, schedule: str, zero: int, options: Any) -> None:
     """Every product is rounded as there; sums over micro-batches and ranks are made in float32, in another order, so
-    1e-6. One update: weights that differ by so little may round to neighbours in 16 bits, and then all differs."""
+    1e-6; in ZeRO-3 those over ranks are the gradients of 16-bit leaves, so half a unit in the last place. One update:
+    weights that differ by so little may round to neighbours in 16 bits, and then all differs."""
+    near = 2.0**-11 if zero == 3 else 1e-6
     piped = specs(False, 1)
     layout = sl.zero(piped, "dp", zero, **options)
     loss = sl.pipeline(first, stage, last, made(schedule, MICROBATCHES))
@@ -57,9 +59,9 @@ def test_in_16_bits_as_one_process(how: str, schedule: str, zero: int, options: 
     plain = piped | {"embed": "vocab model", "blocks": sl.stack(BLOCK, "layers")}
     wanted, reference = trained(whole, how, plain, None, 2 * MICROBATCHES)
     for a, b in zip(told, wanted, strict=True):
-        assert a == pytest.approx(b, rel=1e-6, nan_ok=True)
+        assert a == pytest.approx(b, rel=near, nan_ok=True)
     for a, b in zip(tree.leaves(state), tree.leaves(reference), strict=True):
         assert a.dtype == b.dtype
         if a.is_floating_point():
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * b.abs().max().item())
+            torch.testing.assert_close(a, b, rtol=0, atol=near * b.abs().max().item())
     assert len(told) > 1 or how != "f16"
