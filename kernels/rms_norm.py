@@ -12,6 +12,11 @@ from torch import Tensor
 
 from shardlib.kernels.rounding import compute_dtype
 
+# defined by hand: what `custom_op` wraps around a kernel takes as long as a small kernel
+_lib = torch.library.Library("shardlib", "FRAGMENT")
+_lib.define("rms_norm(Tensor x, Tensor scale, float eps) -> (Tensor, Tensor)")
+_lib.define("rms_norm_backward(Tensor dy, Tensor x, Tensor scale, Tensor rstd) -> (Tensor, Tensor)")
+
 
 def reference(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x (..., n), scale (n) -> y (..., n) in the dtype of x, rstd (...) in the dtype of the computation."""
@@ -31,8 +36,7 @@ def reference_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tu
     return dx.to(x.dtype).contiguous(), dscale.to(scale.dtype)
 
 
-@torch.library.custom_op("shardlib::rms_norm", mutates_args=(), device_types="cpu")
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`reference` with fewer passes over memory."""
     wide = compute_dtype(x)
     norm = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
@@ -41,8 +45,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.to(x.dtype).contiguous(), rstd.contiguous()
 
 
-@torch.library.custom_op("shardlib::rms_norm_backward", mutates_args=(), device_types="cpu")
-def rms_norm_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """`reference_backward` with fewer passes: both sums are products of dy * x with a vector."""
     n, wide = x.shape[-1], rstd.dtype
     rows, dy, r, weight = x.reshape(-1, n).to(wide), dy.reshape(-1, n).to(wide), rstd.reshape(-1, 1), scale.to(wide)
@@ -53,14 +56,20 @@ def rms_norm_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tup
     return dx.view(x.shape).to(x.dtype), dscale.to(scale.dtype)
 
 
-@rms_norm.register_fake
-def _(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _shapes(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
 
 
-@rms_norm_backward.register_fake
-def _(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_shapes(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), scale.new_empty(scale.shape)
+
+
+_lib.impl("rms_norm", _forward, "CPU")
+_lib.impl("rms_norm", _shapes, "Meta")
+_lib.impl("rms_norm_backward", _backward, "CPU")
+_lib.impl("rms_norm_backward", _backward_shapes, "Meta")
+rms_norm = torch.ops.shardlib.rms_norm.default
+rms_norm_backward = torch.ops.shardlib.rms_norm_backward.default
 
 
 try:
@@ -119,14 +128,12 @@ else:
             # Fusion is stated because its default differs between Triton versions.
             body[(programs,)](*operands, N=n, **blocks(n), enable_fp_fusion=True, **constants)
 
-    @rms_norm.register_kernel("cuda")
     def triton_forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, scale = x.contiguous(), scale.contiguous()
         y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
         launch(forward_body, rstd.numel(), x.shape[-1], x, scale, y, rstd, EPS=eps)
         return y, rstd
 
-    @rms_norm_backward.register_kernel("cuda")
     def triton_backward(dy: Tensor, x: Tensor, scale: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         dy, x, scale, rstd = dy.contiguous(), x.contiguous(), scale.contiguous(), rstd.contiguous()
         rows, n, programs = rstd.numel(), x.shape[-1], min(rstd.numel(), 512)
@@ -134,3 +141,6 @@ else:
         turns = triton.cdiv(rows, max(programs, 1))
         launch(backward_body, programs, n, dy, x, scale, rstd, dx, partial, rows, programs, TURNS=turns)
         return dx, partial.sum(0).to(scale.dtype)
+
+    _lib.impl("rms_norm", triton_forward, "CUDA")
+    _lib.impl("rms_norm_backward", triton_backward, "CUDA")

@@ -138,7 +138,7 @@ class Lowered:
         """Run on the inputs of every rank that this process plays."""
         run, alone = self.compile()._run, self.mesh.simulate or self.mesh.total == 1
         program = meter().program(self.mesh.device.type == "cuda", alone or self.backend not in _WHOLE)
-        with explained(self.module), program:
+        with explained(self.module, self.mesh), program:
             outputs = [run(inputs[0])] if run else run_lockstep(self.mesh, self.module, inputs, self._equal())
         return self.returned(outputs)
 

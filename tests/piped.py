@@ -37,7 +37,7 @@ def stage(blocks: Any, x: Any, mb: Any) -> Any:
 
 
 def last(p: Any, x: Any, mb: Any) -> Any:
-    scale = sl.gather(p["norm"], "dp") * torch.where(x["whole"], 1.0, 0.5).double().unsqueeze(-1)
+    scale = sl.gather(p["norm"], "dp") * torch.where(x["whole"], 1.0, 0.5).to(p["norm"].dtype).unsqueeze(-1)
     head = sl.gather(p.get("head", p["embed"]), "dp")
     logits = sl.einsum("batch/dp seq model, vocab model -> batch/dp seq vocab", x["x"] * scale, head)
     loss = sl.token_loss("batch/dp seq vocab, batch/dp seq", logits, mb["targets"])

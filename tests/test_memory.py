@@ -151,16 +151,17 @@ def test_running_out_of_memory_says_where(simulate: bool, accumulate: int):
 
 
 def test_other_errors_have_no_table():
-    assert hungry(sl.make_mesh(dp=2, simulate=True), 1, 3, None) == "enough"
-    with pytest.raises(ZeroDivisionError) as error, explained(torch.fx.symbolic_trace(torch.nn.Identity())):
+    mesh = sl.make_mesh(dp=2, simulate=True)
+    assert hungry(mesh, 1, 3, None) == "enough"
+    with pytest.raises(ZeroDivisionError) as error, explained(torch.fx.symbolic_trace(torch.nn.Identity()), mesh):
         raise ZeroDivisionError
     assert not hasattr(error.value, "__notes__")
 
 
 def test_a_gpu_says_it_too():
-    with sl.make_mesh(dp=1, simulate=True):
+    with sl.make_mesh(dp=1, simulate=True) as mesh:
         module = sl.jit(lambda x: x * 2).lower(torch.zeros(4, 4)).module
-    with pytest.raises(torch.OutOfMemoryError) as error, explained(module):
+    with pytest.raises(torch.OutOfMemoryError) as error, explained(module, mesh):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert error.value.__notes__[0].splitlines()[0].startswith("  at the peak: `mul` of step at ")
     assert error.value.__notes__[0].splitlines()[-1].split() == ["all", "128", "B"]

@@ -121,7 +121,7 @@ def test_a_program_calls_each_function_once_traced() -> None:
         state = step.init(sl.shard(model(weights(4, True), 1), specs(True, 1)))
         program = step.lower(state, sl.shard(batch(8, 0), "batch/dp seq"))
     graphs = {name for name in program.program if not name.startswith("layer")}
-    functions = {f"{f}{way}" for f in ("first", "stage", "last") for way in ("", "_backward")}
+    functions = {f"{f}{way}" for f in ("first", "stage", "last") for way in ("", "_backward", "_backward_anew")}
     assert graphs == {"step", "pipeline", "weights"} | functions
     sent = program.collectives()
     assert [(c.op, c.axis) for c in sent if c.graph == "pipeline"] == [("send", "pp")] * 8  # x and whole, of 4
@@ -131,14 +131,17 @@ def test_a_program_calls_each_function_once_traced() -> None:
 
 
 def test_what_is_recomputed_is_so_in_the_first_half_of_a_backward() -> None:
-    """Of a function of a user's: `I` makes again what `remat` did not keep, `W` has matrix products alone."""
+    """Of a function of a user's: `I` makes again what `remat` did not keep, `W` has matrix products alone, which are
+    added up; the first are the sums themselves, which nothing clears before."""
     step = sl.jit(sl.step(sl.pipeline(first, stage, last, schedules.zero_bubble(2)), sl.optim.sgd(0.1)))
     with sl.make_mesh(dp=1, tp=1, pp=2, simulate=True):
         state = step.init(sl.shard(model(weights(2, True), 1), specs(True, 1)))
         program = step.lower(state, sl.shard(batch(4, 0), "batch/dp seq")).program
-    ops = {half: [op_name(n) for n in program[f"stage_{half}"].graph.nodes] for half in ("input", "weight")}
+    halves = ("input", "weight", "weight_anew")
+    ops = {half: [op_name(n) for n in program[f"stage_{half}"].graph.nodes] for half in halves}
     assert ops["input"].count("tanh") == 1 and ops["input"].count("mm") == 3
     assert "tanh" not in ops["weight"] and ops["weight"].count("addmm") == 2
+    assert "addmm" not in ops["weight_anew"] and ops["weight_anew"].count("mm") == 2
 
 
 def test_weights_are_gathered_as_often_as_the_layout_says() -> None:

@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 
 import shardlib as sl
 from shardlib import schedules, tree, watch
+from shardlib.errors import amount
+from shardlib.graph.memory import Point, alive
 
 
 def two_steps() -> float:
@@ -161,26 +163,36 @@ def test_a_simulated_rank_that_raises_names_its_action() -> None:
     assert any("rank 1" in x for x in [str(e.value), *getattr(e.value, "__notes__", [])])
 
 
-def test_memory_that_runs_out_in_a_stage_is_told_with_its_node() -> None:
-    """The table of what is alive, at the node of the stage's graph."""
+def greedy(module: GraphModule) -> GraphModule:
+    for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.tanh.default]:
+        node.target = exhausted
+    return module
 
-    def greedy(module: GraphModule) -> GraphModule:
-        for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.tanh.default]:
-            node.target = exhausted
-        return module
 
-    def exhausted(x: Tensor) -> Tensor:
+def exhausted(x: Tensor) -> Tensor:
+    if x.abs().max() > 100:
         raise torch.OutOfMemoryError("not enough memory")
+    return x
 
-    def body() -> str:
-        step = sl.jit(
-            sl.step(sl.pipeline(first, plainly, last, schedules.gpipe(2)), sl.optim.sgd(0.1)), passes=[greedy]
-        )
-        with sl.make_mesh(dp=1, tp=1, pp=1):
-            state = step.init(sl.shard(model(weights(1, True), 1), specs(True, 1)))
-            with pytest.raises(sl.RankError, match=r"stage 0, micro-batch 0, forward \(F0.0\): OutOfMemoryError") as e:
-                step(state, sl.shard(batch(2, 0), "batch/dp seq"))
-        return "\n".join(e.value.__notes__)
 
-    (said,) = on_ranks(1, body)
-    assert "where it ran out: `tanh` of stage" in said and "at the peak:" in said
+def running_out(simulate: bool) -> tuple[str, list[Point]]:
+    """What is told where memory runs out in the stage of the second of two ranks, and what each has alive there."""
+    step = sl.jit(sl.step(sl.pipeline(first, plainly, last, schedules.gpipe(2)), sl.optim.sgd(0.1)), passes=[greedy])
+    params = weights(2, True)
+    params["w_in"][1] *= 1e6
+    with pytest.raises(sl.RankError) as e, sl.make_mesh(dp=1, tp=1, pp=2, simulate=simulate, timeout=20):
+        state, mb = step.init(sl.shard(model(params, 1), specs(True, 1))), sl.shard(batch(4, 0), "batch/dp seq")
+        points = [alive(step.lower(state, mb).module, turn=turn) for turn in range(2)]
+        step(state, mb)
+    said = "\n".join([str(e.value), *getattr(e.value, "__notes__", [])])
+    return said, [next(p for p in each if (p.graph, p.node) == ("stage", "tanh")) for each in points]
+
+
+def test_memory_that_runs_out_in_a_stage_is_told_of_the_rank_that_failed(quick: None) -> None:
+    """The table of what is alive at the node of the stage's graph, which both ranks call."""
+    simulated, real = running_out(True), on_ranks(2, running_out, False)[1]
+    assert "rank 1, node `pipeline.stage.tanh`" in simulated[0]
+    assert "stage 1, micro-batch 0, forward (F1.0): OutOfMemoryError: not enough memory" in real[0]
+    for said, (other, here) in (simulated, real):
+        assert "  where it ran out: `tanh` of stage at " in said and "  at the peak:" in said
+        assert amount(other.total) != amount(here.total) and f"\n  {'all':<18}{amount(here.total):<18}" in said

@@ -63,6 +63,24 @@ def test_costs_and_transfers_take_time() -> None:
     assert made.idle(forward=2, input=3, weight=4, send=0.5) == pytest.approx(1 - 18 / 38)
 
 
+def test_a_stage_may_cost_more_than_the_others() -> None:
+    """By hand: of 15 units rank 0 works 6, rank 1 with its stage twice as slow 12; of 17, with a slow forward of the
+    last of four stages, rank 0 works 12 and rank 1 14."""
+    made = schedules.gpipe(2)(2)
+    slow = dict(forward=[1, 2], input=[1, 2], weight=[1, 2])
+    assert made.idle(**slow) == pytest.approx(1 - 18 / 30)
+    assert schedules.interleaved(2, 2)(2).idle(forward=[1, 1, 1, 2]) == pytest.approx(1 - 26 / 34)
+    assert made.bubble(**slow) == 9 and made.idle(forward=(1, 1), send=[0, 0]) == made.idle()
+    assert made.as_text(**slow).splitlines() == [
+        "  0 F0 F1 " + "·" * 21 + "B0    " + "·" * 6 + "B1",
+        "  1    F0    F1    B0          B1",
+    ]
+    spans = schedules.gpipe(1)(2).timeline(send=[3, 0.5])
+    assert [spans[Action(*a)].start for a in (("F", 1, 0), ("B", 1, 0), ("B", 0, 0))] == [4, 5, 7.5]
+    with pytest.raises(ScheduleError, match="input= lists 3 costs, and gpipe on 2 ranks has 2 stages: give one for"):
+        made.idle(input=[1, 2, 3])
+
+
 def test_what_is_computed_is_enough_and_receives_come_early() -> None:
     made = Schedule([["F0.0", "F0.1", "B0.0", "B0.1"], ["F1.0", "B1.0", "F1.1", "B1.1"]])
     assert [" ".join(map(str, row)) for row in made.lists] == [

@@ -82,6 +82,15 @@ def test_weights_gathered_by_actions(every: bool, jit: bool) -> None:
         assert error(gathering(every), pp=2, dp=2, tied=False, layout=layout, jit=jit, steps=1) < 1e-12
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_weights_that_are_cut_between_steps_alone(zero: int) -> None:
+    """Gathered before the first action, by `step` or by the schedule, and not after the update."""
+    layout = sl.zero(SPECS, "dp", zero, gather="forward")
+    for schedule, graph in ((schedules.zero_bubble(4), "step"), (gathering(False), "stage_gather")):
+        assert error(schedule, pp=2, dp=2, tied=False, layout=layout) < 1e-12
+        assert sent(lowered(layout, schedule), "all_gather")[graph] >= BLOCKS // 2
+
+
 def test_weights_are_gathered_as_often_as_actions_say() -> None:
     once = replace(CUT, compute=WHOLE.compute)
     assert sent(lowered(once, gathering(False)), "all_gather")["stage_gather"] == BLOCKS // 2

@@ -22,8 +22,10 @@ from shardlib.graph.buckets import PACK, UNPACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.lines import said_at
 from shardlib.graph.nodes import KEEP, STARTS, WAIT, arg, inputs, outputs, positions, roots
+from shardlib.graph.program import own_index
+from shardlib.mesh import Mesh
 from shardlib.switch import AT, Switch
-from shardlib.wire import SEND, SENT
+from shardlib.wire import SEND, SENT, members_by_rank
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "buckets"}  # what a copy of each counts as
@@ -69,6 +71,22 @@ def turns(module: GraphModule) -> int:
     return max((len(m.turns) for m in module.modules() if isinstance(m, Switch)), default=1)
 
 
+def turns_here(module: GraphModule, mesh: Mesh) -> list[int]:
+    """The index in the program's pipeline of each rank that this process plays; 0 where there is none."""
+    many = mesh.simulate and mesh.total > 1
+    group = next((m.group for m in module.modules() if isinstance(m, Switch)), None)
+    if group is None:
+        return [0] * (mesh.total if many else 1)
+    if not many:
+        return [own_index(group)]
+    return [members.index(r) for r, members in enumerate(members_by_rank(mesh, [group]))]
+
+
+def _of_turn(module: Any, turn: int) -> Any:
+    """A graph as a rank of that index runs it."""
+    return module.turn(turn % len(module.turns)) if isinstance(module, Switch) else module
+
+
 def holding(module: GraphModule, turn: int = 0) -> "Storages":
     """The storages of a jitted program and, within, of the graphs that it calls."""
     return Storages(module, "step", [_of_path(n.meta.get("path", "")) for n in inputs(module.graph)], turn)
@@ -96,8 +114,8 @@ class Storages:
         for node in self.graph.nodes:
             child = module.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(child, GraphModule) and not isinstance(child, Island):
-                child = child.turn(turn % len(child.turns)) if isinstance(child, Switch) else child
-                self.called[node] = Storages(child, str(node.target), [self.kind(a) for a in node.args], turn)
+                kinds = [self.kind(a) for a in node.args]
+                self.called[node] = Storages(_of_turn(child, turn), str(node.target), kinds, turn)
             self.kinds.setdefault(node, self._holds(node))
             if "kind" in node.meta:
                 self.kinds |= {root: node.meta["kind"] for root in self.roots[node]}
@@ -231,14 +249,14 @@ def _bytes(value: Any) -> int:
 
 
 @contextmanager
-def explained(module: GraphModule) -> Iterator[None]:
+def explained(module: GraphModule, mesh: Mesh) -> Iterator[None]:
     """Where memory runs out inside, the error gets a note: the node that wanted more with the user's line, and what the
-    program keeps alive there and at its peak, by kind."""
+    program keeps alive there and at its peak, by kind, on the rank that failed."""
     try:
         yield
     except Exception as e:
         if _is_out_of_memory(e) or (e.__cause__ is not None and _is_out_of_memory(e.__cause__)):
-            e.add_note(_told(module, *_failing(e)))
+            e.add_note(_told(module, mesh, *_failing(e)))
         raise
 
 
@@ -247,11 +265,11 @@ def _is_out_of_memory(e: BaseException) -> bool:
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(s in str(e) for s in said)
 
 
-def _failing(e: Exception) -> tuple[str, str]:
-    """The graph and the node in which generated code, or a simulated rank, was; empty where that is not known."""
-    simulated = re.search(r"node `(?:(\w+)\.)?(\w+)`", str(e))
+def _failing(e: Exception) -> tuple[int, str, str]:
+    """Which of the ranks that this process plays failed, and in which graph and node; empty where that is not known."""
+    simulated = re.search(r"rank (\d+), node `(?:(?:\w+\.)*(\w+)\.)?(\w+)`", str(e))
     if simulated:
-        return simulated[1] or "step", simulated[2]
+        return int(simulated[1]), simulated[2] or "step", simulated[3]
     frames = [f for x in (e, e.__cause__) if x is not None for f in traceback.extract_tb(x.__traceback__)]
     lines = [f.line or "" for f in frames if f.filename.startswith("<eval_with_key>")]
     node, graph = "", "step"
@@ -259,15 +277,15 @@ def _failing(e: Exception) -> tuple[str, str]:
         node, _, call = line.strip().partition(" = ")
         if called := re.match(r"self\.(\w+)\(", call):
             graph, node = called[1].partition(AT)[0], ""
-    return graph, node.partition(":")[0].strip()
+    return 0, graph, node.partition(":")[0].strip()
 
 
-def _told(module: GraphModule, graph: str, name: str) -> str:
-    each = [alive(module, turn=i) for i in range(turns(module))]
-    found = ((points, p) for points in each for p in points if (p.graph, p.node) == (graph, name))
-    points, here = next(found, (each[0], None))
+def _told(module: GraphModule, mesh: Mesh, rank: int, graph: str, node: str) -> str:
+    turn = turns_here(module, mesh)[rank]
+    points = alive(module, turn=turn)
+    here = next((p for p in points if (p.graph, p.node) == (graph, node)), None)
     peak = max(points, key=lambda point: point.total)
-    parts: dict[str, Any] = {name.rpartition(".")[2] or "step": m for name, m in module.named_modules()}
+    parts = {name.rpartition(".")[2] or "step": _of_turn(m, turn) for name, m in module.named_modules()}
     said, columns = [], [("where it ran out", here), ("at the peak", peak)]
     columns = [(what, point) for what, point in columns if point is not None]
     for what, p in columns:

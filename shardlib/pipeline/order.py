@@ -1,6 +1,6 @@
 """Playing a schedule: when each action starts and ends, given what actions cost. What cannot end is a deadlock."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardlib.errors import ScheduleError
@@ -17,13 +17,14 @@ class Span(NamedTuple):
 Cost = Callable[[Action], float]
 
 
-def played(lists: Lists, cost: Cost = lambda action: 1.0, send: float = 0.0) -> dict[Action, Span]:
+def played(lists: Lists, cost: Cost = lambda action: 1.0, send: Sequence[float] | None = None) -> dict[Action, Span]:
     """The span of every action when each starts as soon as its rank is free and what it waits for is done.
 
-    Actions that compute nothing take no time of a rank; what is sent arrives `send` after the send. Raises
-    `ScheduleError` where some actions can never start, with what each rank waits for.
+    Actions that compute nothing take no time of a rank; what stage s sends arrives `send[s]` later (None: at once).
+    Raises `ScheduleError` where some actions can never start, with what each rank waits for.
     """
     at = placement(lists)
+    send = send or [0.0] * len(at)
     sent = any(a.kind in SENDS + RECEIVES for _, _, a in places(lists))
     spans: dict[Action, Span] = {}
     steps, free = [0] * len(lists), [0.0] * len(lists)
@@ -51,7 +52,7 @@ def _ready(
     needed: list[tuple[Action, ...]],
     spans: Mapping[Action, Span],
     at: Mapping[int, int],
-    send: float,
+    send: Sequence[float],
 ) -> float | None:
     """When all that an action waits for is there; None where some of it is not done."""
     ready = 0.0
@@ -59,8 +60,9 @@ def _ready(
         found = next((spans[a] for a in choice if a in spans), None)
         if found is None:
             return None
-        crossed = choice[0].kind in SENDS or at[choice[0].stage] != rank
-        ready = max(ready, found.end + send * crossed)
+        source = choice[0].stage
+        crossed = choice[0].kind in SENDS or at[source] != rank
+        ready = max(ready, found.end + send[source] * crossed)
     return ready
 
 

@@ -9,6 +9,8 @@ from shardlib.pipeline import draw
 from shardlib.pipeline.actions import COMPUTE, GATHERS, RECEIVES, SENDS, Action, Lists, parsed, placement, places
 from shardlib.pipeline.order import Span, idle, played
 
+Costs = float | Sequence[float]  # of every stage, or of each its own
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -78,18 +80,31 @@ class Schedule:
         return Schedule(lists, self.name)
 
     def timeline(
-        self, *, forward: float = 1, input: float = 1, weight: float = 1, send: float = 0
+        self, *, forward: Costs = 1, input: Costs = 1, weight: Costs = 1, send: Costs = 0
     ) -> dict[Action, Span]:
         """When each action runs, if a stage's forward, the gradients of its input and those of its weights take so
-        long (`B` both of the latter), and what is sent arrives `send` later."""
-        cost = {"F": forward, "B": input + weight, "I": input, "W": weight}
-        return played(self.lists, lambda a: cost[a.kind], send)
+        long (`B` both of the latter), and what it sends arrives `send` later. Each is a number, or a list of one for
+        every stage; `ScheduleError` for a list of another length."""
+        given = {"forward": forward, "input": input, "weight": weight, "send": send}
+        f, i, w, late = (self._by_stage(what, costs) for what, costs in given.items())
+        cost = {"F": f, "B": [a + b for a, b in zip(i, w, strict=True)], "I": i, "W": w}
+        return played(self.lists, lambda a: cost[a.kind][a.stage], late)
 
-    def idle(self, **costs: float) -> float:
+    def _by_stage(self, what: str, costs: Costs) -> Sequence[float]:
+        if isinstance(costs, int | float):
+            return [costs] * self.stages
+        if len(costs) != self.stages:
+            raise ScheduleError(
+                f"{what}= lists {len(costs)} costs, and {self.name} on {self.ranks} ranks has {self.stages} stages: "
+                "give one for each stage, or a number for all"
+            )
+        return costs
+
+    def idle(self, **costs: Costs) -> float:
         """The fraction of the ranks' time in which they compute nothing; `costs` as for `timeline`."""
         return idle(self.timeline(**costs), self.ranks)
 
-    def bubble(self, **costs: float) -> float:
+    def bubble(self, **costs: Costs) -> float:
         """The longest that a rank computes nothing between its own first action and its own last: what is left where
         steps follow each other without a barrier (Qi et al. 2023)."""
         spans, longest = self.timeline(**costs), 0.0
@@ -110,16 +125,16 @@ class Schedule:
             peaks.append(peak)
         return tuple(peaks)
 
-    def as_text(self, **costs: float) -> str:
+    def as_text(self, **costs: Costs) -> str:
         """The timeline to read: a line for each rank, a column for each unit of time."""
         return draw.text([self._row(r, costs) for r in range(self.ranks)])
 
-    def as_svg(self, **costs: float) -> str:
+    def as_svg(self, **costs: Costs) -> str:
         """The timeline as a picture."""
         told = f"{self.name}: ranks {self.ranks}, stages {self.stages}, micro-batches {self.microbatches}"
         return draw.svg([self._row(r, costs) for r in range(self.ranks)], f"{told}, idle {self.idle(**costs):.1%}")
 
-    def show(self, svg: str | None = None, **costs: float) -> None:
+    def show(self, svg: str | None = None, **costs: Costs) -> None:
         """Print the timeline; `svg`: draw it into this file, too. `costs` as for `timeline`."""
         print(self.as_text(**costs))
         print(
@@ -129,7 +144,7 @@ class Schedule:
             with open(svg, "w") as file:
                 file.write(self.as_svg(**costs))
 
-    def _row(self, rank: int, costs: dict[str, float]) -> list[draw.Box]:
+    def _row(self, rank: int, costs: dict[str, Costs]) -> list[draw.Box]:
         spans = self.timeline(**costs)
         return [
             draw.Box(a.kind, a.stage // self.ranks, a.microbatch, *spans[a])

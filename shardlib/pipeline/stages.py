@@ -79,15 +79,15 @@ class Traced:
         return self._halves
 
     def adding(
-        self, module: GraphModule, results: Sequence[Meta], into: Sequence[Meta | None]
+        self, module: GraphModule, results: Sequence[Meta], into: Sequence[Meta | None], new: Sequence[bool]
     ) -> tuple[GraphModule, list[Meta]]:
         """A graph of its backward that adds gradients to sums, and what that gives. `into`: for each parameter that has
-        a gradient its sum, or None where that is one of the results still."""
+        a gradient its sum, or None where that is one of the results still; `new`: whether the sum has no value yet."""
         sums, places = [m for m in into if m], list[Place | None]()
         numbers = iter(range(len(sums)))
-        for m, layers in zip(into, self.layers, strict=True):
+        for m, layers, first in zip(into, self.layers, new, strict=True):
             k = next(numbers) if m else None
-            places += [None if k is None else Place(k, n if layers else None) for n in range(max(1, layers))]
+            places += [None if k is None else Place(k, n if layers else None, first) for n in range(max(1, layers))]
         places += [None] * (len(results) - len(places))
         key = (id(module), *places, *sums)
         if sums and key not in self._adding:

@@ -17,10 +17,12 @@ _RESHAPE = {aten.view.default, aten._unsafe_view.default}
 
 
 class Place(NamedTuple):
-    """Where a result is added: the number of the sum, and which of its slices (None: all of it)."""
+    """Where a result is added: the number of the sum, which of its slices (None: all of it), and whether that has no
+    value yet, so that the result is all of it."""
 
     sum: int
     at: int | None = None
+    new: bool = False
 
 
 def adding(module: GraphModule, places: Sequence[Place | None], sums: Sequence[Tensor]) -> GraphModule:
@@ -29,8 +31,8 @@ def adding(module: GraphModule, places: Sequence[Place | None], sums: Sequence[T
 
         g = mm(a, b); return x, g         ->      addmm.out(s, a, b, out=s); return x, s
 
-    What is added at once is not kept, nor read again from far away. What another rank sends is added at the end, so
-    that the graph goes on until it is there.
+    Where a sum has no value yet, it is the result: mm.out(a, b, out=s). What is added at once is not kept, nor read
+    again from far away. What another rank sends is added at the end, so that the graph goes on until it is there.
     """
     graph, root = Graph(), torch.nn.Module()
     ends: Any = graph.graph_copy(module.graph, {})
@@ -38,16 +40,16 @@ def adding(module: GraphModule, places: Sequence[Place | None], sums: Sequence[T
         if node.op in ("call_module", "get_attr"):
             setattr(root, node.target, getattr(module, node.target))
     given = _given(graph, sums)
-    pairs = [(end, _slice(given, place)) for end, place in zip(ends, places, strict=True) if place is not None]
+    pairs = [(end, _slice(given, p), p.new) for end, p in zip(ends, places, strict=True) if p is not None]
     out = graph.output([*(end for end, place in zip(ends, places, strict=True) if place is None), *given])
-    alone = {end for end, _ in pairs if not end.users and sum(end is other for other, _ in pairs) == 1}
-    inside: dict[Node, dict[int, Node]] = {}  # by call and number of its result: where that is added
-    for end, into in pairs:
+    alone = {end for end, *_ in pairs if not end.users and sum(end is other for other, *_ in pairs) == 1}
+    inside: dict[Node, dict[int, tuple[Node, bool]]] = {}  # by call and number of its result: where that is added
+    for end, into, new in pairs:
         if end in alone and _of_layer(root, end):
-            inside.setdefault(arg(end), {})[arg(end, 1)] = into
+            inside.setdefault(arg(end), {})[arg(end, 1)] = into, new
         else:
             with graph.inserting_before(out if end.op == "placeholder" or _sent(root, end) else end.next):
-                _add(end, into, end in alone)
+                _add(end, into, new, end in alone)
     named: dict[Any, str] = {}
     for call, found in inside.items():
         _into_call(root, call, found, named)
@@ -94,15 +96,16 @@ def _of_layer(root: torch.nn.Module, end: Node) -> bool:
     return any(u.users for u in call.users)
 
 
-def _into_call(root: torch.nn.Module, call: Node, found: dict[int, Node], named: dict[Any, str]) -> None:
+def _into_call(root: torch.nn.Module, call: Node, found: dict[int, tuple[Node, bool]], named: dict[Any, str]) -> None:
     """Let a called layer add some of its results itself; `named`: the graphs that do, by layer and results."""
-    key = call.target, *found
+    sums, places = [into for into, _ in found.values()], {j: Place(k, None, found[j][1]) for k, j in enumerate(found)}
+    key = call.target, *places.items()
     if key not in named:
         child: Any = root.get_submodule(str(call.target))
-        places = [Place([*found].index(j)) if j in found else None for j in range(len(outputs(child.graph)))]
+        each = [places.get(j) for j in range(len(outputs(child.graph)))]
         named[key] = f"{call.target}_adding_{len(named)}" if named else f"{call.target}_adding"
-        root.add_module(named[key], adding(child, places, [into.meta["val"] for into in found.values()]))
-    call.target, call.args = named[key], (*call.args, *found.values())
+        root.add_module(named[key], adding(child, each, [into.meta["val"] for into in sums]))
+    call.target, call.args = named[key], (*call.args, *sums)
     for item in list(call.users):
         j: Any = arg(item, 1)
         if j in found:
@@ -111,26 +114,27 @@ def _into_call(root: torch.nn.Module, call: Node, found: dict[int, Node], named:
             item.args = (call, j - sum(i < j for i in found))
 
 
-def _add(end: Node, into: Node, alone: bool) -> None:
+def _add(end: Node, into: Node, new: bool, alone: bool) -> None:
     """Add a result; a product of matrices that nothing else reads by the product itself."""
     chain = [end]
     while alone and chain[-1].target in _RESHAPE and len(chain[-1].args[0].users) == 1:  # type: ignore[union-attr]
         chain.append(arg(chain[-1]))
     product = chain[-1]
     if not alone or product.target is not aten.mm.default or product.meta["val"].dtype != into.meta["val"].dtype:
-        _writes(aten.add.out, into, [end], end)
+        _writes(aten.copy_.default if new else aten.add.out, (into, end), into, end)
         return
     with end.graph.inserting_before(product.next):  # while its factors are what they were
         if product is not end:
             into = emit(aten.view.default, (into, list(product.meta["val"].shape)), end)
-        _writes(aten.addmm.out, into, product.args, product)
+        target, args = (aten.mm.out, product.args) if new else (aten.addmm.out, (into, *product.args))
+        _writes(target, args, into, product)
     for node in chain:  # from the last
         node.graph.erase_node(node)
 
 
-def _writes(target: Any, into: Node, args: Sequence[Any], like: Node) -> None:
-    """A node that adds to a value where it is, of the phase of another."""
-    node = like.graph.call_function(target, (into, *args), {"out": into})
+def _writes(target: Any, args: tuple[Any, ...], into: Node, like: Node) -> None:
+    """A node that writes into a value, of the phase of another."""
+    node = like.graph.call_function(target, args, {} if target is aten.copy_.default else {"out": into})
     node.meta = {k: v for k, v in like.meta.items() if k in ("backward", "remat", "stack_trace")} | {
         "val": into.meta["val"]
     }

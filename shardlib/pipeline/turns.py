@@ -317,10 +317,10 @@ class _Turn:
         metas = list(map(work.gradient, held))
         into = [m if several and work.summed_as(key) is None else None for key, m in zip(keys, metas, strict=True)]
         sums = {key: m for key, m in zip(keys, into, strict=True) if m}
-        for key, m in sums.items():
-            if key not in self.added:
-                self.added[key] = torch.zeros(m.shape, dtype=m.dtype, device=m.device)
-        module, results = f.adding(module, results, into)
+        new = {key: m.empty() for key, m in sums.items() if key not in self.added}
+        self.added |= new
+        module, results = f.adding(module, results, into, [key in new for key in keys])
+        name = f"{name}_anew" if new else name
         out = call(added(name, module), [*args, *(self.added[key] for key in sums)], results)
         rest = len(out) - len(sums)
         self.added |= zip(sums, out[rest:], strict=True)

@@ -13,14 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardlib.errors import SpecError
 from shardlib.graph.fuse import Island
-from shardlib.graph.memory import HELD, Point, Storages, holding
+from shardlib.graph.memory import HELD, Point, Storages, holding, turns_here
 from shardlib.graph.nodes import WAIT, arg
-from shardlib.graph.program import copied, own_index, runner
+from shardlib.graph.program import copied, runner
 from shardlib.jit import Jitted
-from shardlib.mesh import Mesh
 from shardlib.simulate import run_lockstep
 from shardlib.switch import Switch
-from shardlib.wire import RECEIVE, SENT, members_by_rank
+from shardlib.wire import RECEIVE, SENT
 
 _PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
 
@@ -39,7 +38,7 @@ def memory(f: Callable[..., Any], *args: Any, rank: int = 0) -> list[Point]:
     program, given = f.given(*args)
     mesh, module = program.mesh, program.running()
     many = mesh.simulate and mesh.total > 1
-    turns = _turns(module, mesh, many)
+    turns = turns_here(module, mesh)
     recorders = [_Recorder(holding(module, turn), xs, many) for turn, xs in zip(turns, given, strict=True)]
     told: list[list[Any]] = [[r, *xs] for r, xs in zip(recorders, given, strict=True)]
     given.clear()
@@ -49,16 +48,6 @@ def memory(f: Callable[..., Any], *args: Any, rank: int = 0) -> list[Point]:
     else:
         runner(probed, "graph")(told.pop())
     return recorders[rank if many else 0].points
-
-
-def _turns(module: GraphModule, mesh: Mesh, many: bool) -> list[int]:
-    """The place of each rank that this process plays in the program's pipeline."""
-    group = next((m.group for m in module.modules() if isinstance(m, Switch)), None)
-    if group is None:
-        return [0] * (mesh.total if many else 1)
-    if not many:
-        return [own_index(group)]
-    return [members.index(r) for r, members in enumerate(members_by_rank(mesh, [group]))]
 
 
 @dataclass
