@@ -7,12 +7,13 @@ module loads torch.distributed.checkpoint, which takes a second: import it where
 import io
 import json
 import math
+import mmap
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardlib.errors import TreeError, listing
 
 METADATA = ".metadata"
 _SUMS = ".crc32"
+_ALIGNED = 64  # bytes at whose multiples copies begin
 Exchange = Callable[[Callable[[], Any], Callable[[list[Any]], list[Any]]], Any]
 
 
@@ -173,8 +175,8 @@ class Plan:
 
     def copy(self) -> None:
         """Copy it into the host's memory: what happens to the tensors later does not change what is written."""
-        held = self.planner.held
-        self.planner.held = {item.index: _copied(held[item.index]) for item in self.own.items}
+        own = [item.index for item in self.own.items]
+        self.planner.held = dict(zip(own, _copied([self.planner.held[at] for at in own]), strict=True))
 
     def write(self, exchange: Exchange) -> None:
         """Write it; all processes return once everything is written."""
@@ -196,8 +198,19 @@ class Plan:
         return [None] * len(results)
 
 
-def _copied(x: Any) -> Any:
-    return x.to("cpu", copy=True, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+def _copied(xs: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors among `xs`, on the CPU, side by side in one mapping of large pages, where there are any:
+    to be given small ones takes longer than to copy."""
+    starts = [0, *accumulate(-(-x.nbytes // _ALIGNED) * _ALIGNED if isinstance(x, Tensor) else 0 for x in xs)]
+    room = mmap.mmap(-1, starts[-1] or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a system without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    copies = []
+    for x, start in zip(xs, starts, strict=False):
+        if isinstance(x, Tensor) and x.numel():
+            x = torch.frombuffer(room, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape).copy_(x)
+        copies.append(x)
+    return copies
 
 
 def sums(folder: Path) -> dict[str, int]:
