@@ -78,7 +78,7 @@ def main() -> None:
         def read(of: int, steps: int, position: str = "") -> tuple[Tensor, str]:
             """What some ranks take in some steps, and the position after them."""
             loaders = [loader(Packed(path, 8, 32, rank, of), position) for rank in range(of)]
-            taken = [batch["tokens"] for _, *batches in zip(range(steps), *loaders) for batch in batches]
+            taken = [batch["tokens"] for _, *batches in zip(range(steps), *loaders, strict=False) for batch in batches]
             return torch.cat(taken), json.dumps(loaders[0].state_dict())
 
         first, position = read(2, 25)

@@ -7,12 +7,12 @@ module loads torch.distributed.checkpoint, which takes a second: import it where
 import io
 import json
 import math
-import mmap
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from shardlib import saves
 from shardlib.chunk import MEND, Chunk
 from shardlib.errors import TreeError, listing
+from shardlib.stream import Stream
 
 METADATA = ".metadata"
 _SUMS = ".crc32"
@@ -82,53 +83,20 @@ class _Planner(DefaultSavePlanner):
         return held
 
 
-class _Summed:
-    """A file that is being written, and the checksum of each chunk. torch's writer asks at both ends of one where it
-    is. Errors name the file."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.sums, self.start, self.crc = file, dict[int, int](), 0, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self._named(lambda: self.file.write(data))
-
-    def tell(self) -> int:
-        at = self.file.tell()
-        if at > self.start:
-            self.sums[self.start], self.start, self.crc = self.crc, at, 0
-        return at
-
-    def flush(self) -> None:
-        self._named(self.file.flush)
-
-    def close(self) -> None:
-        self._named(self.file.close)
-
-    def fileno(self) -> int:
-        self.flush()
-        return self.file.fileno()
-
-    def _named(self, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except OSError as e:
-            self.error = self.error or type(e)(e.errno, e.strerror, self.file.name)
-            raise self.error from None
-
-
 class _Files(FileSystem):
     """Files whose checksums are noted. `error`: what one of them raised, which torch tells in words of its own."""
 
     def __init__(self) -> None:
-        self.streams: list[_Summed] = []
+        self.streams: list[Stream] = []
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
-            self.streams.append(_Summed(file))
-            yield self.streams[-1]
+            self.streams.append(stream := Stream(file))
+            try:
+                yield stream
+            finally:
+                stream.end()
 
     @property
     def error(self) -> OSError | None:
@@ -199,18 +167,20 @@ class Plan:
 
 
 def _copied(xs: Sequence[Any]) -> list[Any]:
-    """Copies of the tensors among `xs`, on the CPU, side by side in one mapping of large pages, where there are any:
-    to be given small ones takes longer than to copy."""
+    """Copies of the tensors among `xs`, on the CPU."""
     starts = [0, *accumulate(-(-x.nbytes // _ALIGNED) * _ALIGNED if isinstance(x, Tensor) else 0 for x in xs)]
-    room = mmap.mmap(-1, starts[-1] or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without them
-        room.madvise(mmap.MADV_HUGEPAGE)
-    copies = []
+    memory, copies = _memory(starts[-1]), []
     for x, start in zip(xs, starts, strict=False):
-        if isinstance(x, Tensor) and x.numel():
-            x = torch.frombuffer(room, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape).copy_(x)
+        if isinstance(x, Tensor) and x.numel():  # in storage of its own, as torch's writer wants it
+            x = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape).copy_(x)
         copies.append(x)
     return copies
+
+
+@lru_cache(maxsize=1)
+def _memory(size: int) -> bytearray:
+    """Memory for copies. It stays for the next save of that size: to be given new memory takes longer than to copy."""
+    return bytearray(size)
 
 
 def sums(folder: Path) -> dict[str, int]:

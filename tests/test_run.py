@@ -19,7 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardlib.cli import main
-from shardlib.cli.agent import culprit, report
+from shardlib.cli.agent import Logs, culprit, report
 from shardlib.cli.doctor import machine
 from shardlib.cli.hosts import chosen, parsed
 from shardlib.errors import MeshError
@@ -107,9 +107,8 @@ def test_arguments_output_and_logs(tmp_path):
         f"rank{r}.{x}" for r in (0, 1) for x in ("err", "out")
     ]
     assert (tmp_path / "logs" / "rank1.err").read_text() == "loud\n"
-    run('print("again")', tmp_path, "--nproc", "1", "--log-dir", str(tmp_path / "logs"))
-    assert (tmp_path / "logs" / "rank0.err").read_text() == "loud\n"
-    assert (tmp_path / "logs" / "round2" / "rank0.out").read_text() == "again\n"
+    again = Logs(tmp_path / "logs").reify({0: {"RANK": "1"}})
+    assert again.stdouts[0] == str(tmp_path / "logs" / "round2" / "rank1.out"), "those of another run stay"
 
 
 def test_a_killed_rank_is_named_and_all_start_again(tmp_path):
@@ -162,13 +161,13 @@ def test_all_listens_at_loopback_and_who_raises_is_told_first(tmp_path):
             raise ValueError("bad row 17")
         total(x)
     """
-    where = str(tmp_path / "saves")
+    arguments = (str(tmp_path / "saves"),)
     began = time.monotonic()
-    code, out, err = run(script, tmp_path, "--nproc", "2", arguments=(where,), OMP_NUM_THREADS="1")
+    code, out, err = run(script, tmp_path, "--nproc", "2", arguments=arguments, OMP_NUM_THREADS="1")
     found = [line.split()[2:] for line in out.splitlines()]
     assert len(found) == 4 and min(map(len, found)) > 1, (found, err)
-    for words in (x for _, *words in found for x in words):
-        parts = [struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8)]
+    for where in (x for _, *more in found for x in more):
+        parts = [struct.pack("=I", int(where[i : i + 8], 16)) for i in range(0, len(where), 8)]
         assert ipaddress.ip_address(b"".join(parts)).is_loopback, found
     assert code == 1 and time.monotonic() - began < 60
     assert "RankError: rank 1 failed: ValueError: bad row 17\n" in err and "rank 0 waited for psum `" in err, err
@@ -274,7 +273,11 @@ def test_doctor_says_what_to_mend(monkeypatch):
 def test_doctor_over_hosts(tmp_path, capsys, monkeypatch):
     """One is this machine. What the next says is made up: an old torch, little room, a clock that is late. No third."""
     (tmp_path / "hosts").write_text("here slots=1\nother slots=1\ngone slots=1\n")
-    found = [["python", platform.python_version()], ["torch", "2.9.1", "pip install 'torch>=2.11'"], ["disk /", "full", "make room"]]
+    found = [
+        ["python", platform.python_version()],
+        ["torch", "2.9.1", "pip install 'torch>=2.11'"],
+        ["disk /", "full", "make room"],
+    ]
     (tmp_path / "said").write_text(json.dumps({"time": time.time() - 100, "findings": found}))
     ssh = tmp_path / "ssh"
     ssh.write_text(
@@ -310,8 +313,8 @@ def test_doctor_tries_the_link(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_rank_that_hangs_ends_all_within_the_deadline(tmp_path, how):
-    """The timeout and 4 s until the others say so, 8 s for it to do the same, and `--grace` until it is killed; also one
-    that keeps SIGTERM for itself."""
+    """The timeout and 4 s until the others say so, 8 s for it to do the same, and `--grace` until it is killed; also
+    one that keeps SIGTERM for itself."""
     script = """
     import torch
     import shardlib as sl
@@ -325,10 +328,23 @@ def test_a_rank_that_hangs_ends_all_within_the_deadline(tmp_path, how):
                 HANG
             total(sl.shard(torch.ones(4), "n/dp"))
     """
-    code, _, err = run(script.replace("HANG", how), tmp_path, "--nproc", "2", "--grace", "2", arguments=(str(tmp_path / "began"),), OMP_NUM_THREADS="1")
+    code, _, err = run(
+        script.replace("HANG", how),
+        tmp_path,
+        "--nproc",
+        "2",
+        "--grace",
+        "2",
+        arguments=(str(tmp_path / "began"),),
+        OMP_NUM_THREADS="1",
+    )
     hung = time.time() - (tmp_path / "began").stat().st_mtime
     assert code == 1 and hung < 3 + 4 + 8 + 2 + 8, (hung, err)
-    said = "did not reach psum `" if "sleep" in how else "did not answer: killed, frozen, or cut off with the host; rank 0 "
+    said = (
+        "did not reach psum `"
+        if "sleep" in how
+        else "did not answer: killed, frozen, or cut off with the host; rank 0 "
+    )
     assert f"RankError: rank 1 {said}" in err
     last = err[err.index("shardlib run: rank ") :]
     assert last.startswith("shardlib run: rank 0 ") and f"RankError: rank 1 {said}" in last

@@ -66,9 +66,7 @@ def shardlib(folder: Path, command: str, *options: str) -> subprocess.Popen[str]
 
 def launched(folder: Path, *options: str) -> subprocess.Popen[str]:
     patience = ["--silence", "6", "--wait", "4", "--grace", "5"]
-    return shardlib(
-        folder, "run", *patience, *options, str(folder / "train.py"), str(folder / "run"), str(STEPS)
-    )
+    return shardlib(folder, "run", *patience, *options, str(folder / "train.py"), str(folder / "run"), str(STEPS))
 
 
 def listening(host: Host) -> set[str]:
@@ -165,7 +163,9 @@ def test_a_cut_without_restarts_ends_the_run(hosts, tmp_path):
 def test_the_demo_trains_over_two_hosts(hosts, tmp_path):
     options = "--size tiny --layers 1 --batch 4 --steps 12 --eval-every 0 --log-every 1 --sample 1 --dtype float64"
     demo = [str(ROOT / "examples" / "train_gpt.py"), *options.split(), "--out"]
-    said, _ = (run := shardlib(tmp_path, "run", *demo, str(tmp_path / "run"), "--mesh", "dp=2")).communicate(timeout=150)
+    said, _ = (run := shardlib(tmp_path, "run", *demo, str(tmp_path / "run"), "--mesh", "dp=2,tp=1")).communicate(
+        timeout=150
+    )
     assert run.returncode == 0, said
     subprocess.run([sys.executable, *demo, str(tmp_path / "alone" / "run")], env=ENV, check=True)
     found, wanted = ([r["loss"] for r in records(x) if "loss" in r] for x in (tmp_path, tmp_path / "alone"))
