@@ -84,15 +84,16 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Files(FileSystem):
-    """Files whose checksums are noted. `error`: what one of them raised, which torch tells in words of its own."""
+    """Files whose checksums are noted. `soon`: somebody waits for them. `error`: what one of them raised, which torch
+    tells in words of its own."""
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
+        self.streams, self.soon = list[Stream](), True
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
-            self.streams.append(stream := Stream(file))
+            self.streams.append(stream := Stream(file, self.soon))
             try:
                 yield stream
             finally:
@@ -142,7 +143,9 @@ class Plan:
         return self.writer.prepare_global_plan(plans)
 
     def copy(self) -> None:
-        """Copy it into the host's memory: what happens to the tensors later does not change what is written."""
+        """Copy it into the host's memory: what happens to the tensors later does not change what is written. Nobody
+        waits for it then, and it is written at the least cost."""
+        self.writer.fs.soon = False
         own = [item.index for item in self.own.items]
         self.planner.held = dict(zip(own, _copied([self.planner.held[at] for at in own]), strict=True))
 

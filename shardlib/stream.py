@@ -12,13 +12,14 @@ _STEP = 8 << 20  # bytes
 class Stream:
     """`sums`: the checksum of each part, by where it starts: torch's writer asks at both ends of one where it is.
 
-    While more is written, a thread brings every `_STEP` bytes to the disk, so that little is left to wait for when the
-    writer, for which it asks `fileno`, does so at the end. `error`: the first that was met, by either.
+    `soon`: while more is written, a thread brings every `_STEP` bytes to the disk, so that little is left to wait for
+    when the writer, for which it asks `fileno`, does so at the end. `error`: the first that was met, by either.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, soon: bool = True) -> None:
         self.file, self.sums, self.start, self.crc = file, dict[int, int](), 0, 0
         self.error: OSError | None = None
+        self.soon = soon
         self.new, self.due, self.ended = 0, threading.Event(), False
         self.thread: threading.Thread | None = None
 
@@ -26,7 +27,7 @@ class Stream:
         self.crc = zlib.crc32(data, self.crc)
         written = self._named(lambda: self.file.write(data))
         self.new += written
-        if self.new > _STEP:
+        if self.soon and self.new > _STEP:
             self.new = 0
             if not self.thread:
                 self.thread = threading.Thread(target=self._sync, name="shardlib-sync")
