@@ -56,10 +56,11 @@ def save(
 
     Leaves are arrays, plain tensors and plain values (equal on all ranks). `step`: by default `state.step`. An older
     save of the same step is replaced. `keep`: how many saves to leave, up to this step. `wait=False`: copy what this
-    rank writes into the host's memory, let a thread write it, and return a `Saving`, whose `.wait()` gives the path;
-    the state may be donated at once. One save goes on at a time: the next call of `save`, `latest`, `restore` or
-    `compare` waits for it and raises what it raised, and so does the end of the process. Raises `TreeError` for leaves
-    that cannot be saved, `RankError` when ranks pass different trees or one cannot write (a lone process: its error).
+    rank writes into memory of the host, which stays for the next save, let a thread write it, and return a `Saving`,
+    whose `.wait()` gives the path; the state may be donated at once. One save goes on at a time: the next call of
+    `save`, `latest`, `restore` or `compare` waits for it and raises what it raised, and so does the end of the process.
+    Raises `TreeError` for leaves that cannot be saved, `RankError` when ranks pass different trees or one cannot write
+    (a lone process: its error).
     """
     saving.finish()
     mesh, root = _mesh(state), Path(dir)

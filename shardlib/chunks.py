@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from shardlib import saves
 from shardlib.chunk import MEND, Chunk
 from shardlib.errors import TreeError, listing
+from shardlib.stream import Stream
 
 METADATA = ".metadata"
 _SUMS = ".crc32"
+_ALIGNED = 64  # bytes at whose multiples copies begin
 Exchange = Callable[[Callable[[], Any], Callable[[list[Any]], list[Any]]], Any]
 
 
@@ -80,53 +83,21 @@ class _Planner(DefaultSavePlanner):
         return held
 
 
-class _Summed:
-    """A file that is being written, and the checksum of each chunk. torch's writer asks at both ends of one where it
-    is. Errors name the file."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.sums, self.start, self.crc = file, dict[int, int](), 0, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self._named(lambda: self.file.write(data))
-
-    def tell(self) -> int:
-        at = self.file.tell()
-        if at > self.start:
-            self.sums[self.start], self.start, self.crc = self.crc, at, 0
-        return at
-
-    def flush(self) -> None:
-        self._named(self.file.flush)
-
-    def close(self) -> None:
-        self._named(self.file.close)
-
-    def fileno(self) -> int:
-        self.flush()
-        return self.file.fileno()
-
-    def _named(self, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except OSError as e:
-            self.error = self.error or type(e)(e.errno, e.strerror, self.file.name)
-            raise self.error from None
-
-
 class _Files(FileSystem):
-    """Files whose checksums are noted. `error`: what one of them raised, which torch tells in words of its own."""
+    """Files whose checksums are noted. `soon`: somebody waits for them. `error`: what one of them raised, which torch
+    tells in words of its own."""
 
     def __init__(self) -> None:
-        self.streams: list[_Summed] = []
+        self.streams, self.soon = list[Stream](), True
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
-            self.streams.append(_Summed(file))
-            yield self.streams[-1]
+            self.streams.append(stream := Stream(file, self.soon))
+            try:
+                yield stream
+            finally:
+                stream.end()
 
     @property
     def error(self) -> OSError | None:
@@ -172,9 +143,11 @@ class Plan:
         return self.writer.prepare_global_plan(plans)
 
     def copy(self) -> None:
-        """Copy it into the host's memory: what happens to the tensors later does not change what is written."""
-        held = self.planner.held
-        self.planner.held = {item.index: _copied(held[item.index]) for item in self.own.items}
+        """Copy it into the host's memory: what happens to the tensors later does not change what is written. Nobody
+        waits for it then, and it is written at the least cost."""
+        self.writer.fs.soon = False
+        own = [item.index for item in self.own.items]
+        self.planner.held = dict(zip(own, _copied([self.planner.held[at] for at in own]), strict=True))
 
     def write(self, exchange: Exchange) -> None:
         """Write it; all processes return once everything is written."""
@@ -196,8 +169,21 @@ class Plan:
         return [None] * len(results)
 
 
-def _copied(x: Any) -> Any:
-    return x.to("cpu", copy=True, memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+def _copied(xs: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors among `xs`, on the CPU."""
+    starts = [0, *accumulate(-(-x.nbytes // _ALIGNED) * _ALIGNED if isinstance(x, Tensor) else 0 for x in xs)]
+    memory, copies = _memory(starts[-1]), []
+    for x, start in zip(xs, starts, strict=False):
+        if isinstance(x, Tensor) and x.numel():  # in storage of its own, as torch's writer wants it
+            x = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape).copy_(x)
+        copies.append(x)
+    return copies
+
+
+@lru_cache(maxsize=1)
+def _memory(size: int) -> bytearray:
+    """Memory for copies. It stays for the next save of that size: to be given new memory takes longer than to copy."""
+    return bytearray(size)
 
 
 def sums(folder: Path) -> dict[str, int]:

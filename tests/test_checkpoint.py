@@ -121,7 +121,7 @@ def test_dtypes_stay(tmp_path: Path) -> None:
     tree = {k: torch.arange(11).to(getattr(torch, k)) for k in kinds}
     tree |= {"position": torch.tensor([4097]), "frequencies": 1 / torch.arange(1.0, 6), "key": sl.random.key(7)}
     with simulated(dp=3):
-        path = sl.save(tmp_path, sl.shard(tree, "n/dp"), step=0)
+        path = sl.save(tmp_path, sl.shard(tree, "n/dp"), step=0, wait=False).wait()
         assert same(sl.restore(path, sl.shard(zeros(tree), "n")), tree)
 
 

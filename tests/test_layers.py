@@ -23,7 +23,7 @@ LAYERS = [
     ["tree", "parts", "layout"],  # trees of specs; spec x mesh sizes -> slices
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "phases", "contract", "heap", "meter"],  # know nothing of shardlib's types
-    ["saves", "chunk", "chunks", "contents", "saving"],  # files of saves
+    ["saves", "stream", "chunk", "chunks", "contents", "saving"],  # files of saves
     ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array", "dtensor"],  # leaves at rest

@@ -1,10 +1,13 @@
 """`shardlib run` and `shardlib doctor`: hostfiles, exit codes, logs, signals, restarts."""
 
+import ipaddress
 import json
 import os
+import platform
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -12,10 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardlib.cli import main
-from shardlib.cli.agent import culprit, report
+from shardlib.cli.agent import Logs, culprit, report
 from shardlib.cli.doctor import machine
 from shardlib.cli.hosts import chosen, parsed
 from shardlib.errors import MeshError
@@ -103,9 +107,8 @@ def test_arguments_output_and_logs(tmp_path):
         f"rank{r}.{x}" for r in (0, 1) for x in ("err", "out")
     ]
     assert (tmp_path / "logs" / "rank1.err").read_text() == "loud\n"
-    run('print("again")', tmp_path, "--nproc", "1", "--log-dir", str(tmp_path / "logs"))
-    assert (tmp_path / "logs" / "rank0.err").read_text() == "loud\n"
-    assert (tmp_path / "logs" / "round2" / "rank0.out").read_text() == "again\n"
+    again = Logs(tmp_path / "logs").reify({0: {"RANK": "1"}})
+    assert again.stdouts[0] == str(tmp_path / "logs" / "round2" / "rank1.out"), "those of another run stay"
 
 
 def test_a_killed_rank_is_named_and_all_start_again(tmp_path):
@@ -127,6 +130,52 @@ def test_a_killed_rank_is_named_and_all_start_again(tmp_path):
     assert (tmp_path / "rank0.out").exists()
 
 
+def test_all_listens_at_loopback_and_who_raises_is_told_first(tmp_path):
+    """The agent with its stores, and ranks with groups for a mesh and for a save beside the run, over IPv4 and IPv6."""
+    script = """
+    from pathlib import Path
+    import torch
+    import shardlib as sl
+
+    def listening(pid):
+        held = set()
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                held.add(os.readlink(file))
+            except OSError:  # closed meanwhile
+                pass
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                _, at, _, state, *more = line.split()
+                if state == "0A" and f"socket:[{more[5]}]" in held:
+                    yield at.split(":")[0]
+
+    with sl.make_mesh(dp=2, timeout=20):
+        total = sl.jit(sl.shard_map(lambda x: sl.psum(x, "dp"), in_specs="n/dp", out_specs="n"))
+        x = sl.shard(torch.ones(4), "n/dp")
+        total(x)
+        sl.save(sys.argv[1], {"x": x}, step=0, wait=False).wait()
+        for who, pid in (("rank", os.getpid()), ("agent", os.getppid())):
+            print(who, *listening(pid))
+        if RANK == 1:
+            raise ValueError("bad row 17")
+        total(x)
+    """
+    arguments = (str(tmp_path / "saves"),)
+    began = time.monotonic()
+    code, out, err = run(script, tmp_path, "--nproc", "2", arguments=arguments, OMP_NUM_THREADS="1")
+    found = [line.split()[2:] for line in out.splitlines()]
+    assert len(found) == 4 and min(map(len, found)) > 1, (found, err)
+    for where in (x for _, *more in found for x in more):
+        parts = [struct.pack("=I", int(where[i : i + 8], 16)) for i in range(0, len(where), 8)]
+        assert ipaddress.ip_address(b"".join(parts)).is_loopback, found
+    assert code == 1 and time.monotonic() - began < 60
+    assert "RankError: rank 1 failed: ValueError: bad row 17\n" in err and "rank 0 waited for psum `" in err, err
+    last = err[err.index("shardlib run: rank 1 ") :].splitlines()
+    assert last[0].endswith("failed with exit code 1; with it ended 0")
+    assert last[1].startswith("Traceback") and last[-1] == "ValueError: bad row 17"
+
+
 def failure(exitcode: int, error: str = "", timestamp: int = 10) -> ProcessFailure:
     made = ProcessFailure(local_rank=0, pid=1, exitcode=exitcode, error_file="none")
     made.timestamp = timestamp
@@ -141,39 +190,17 @@ def test_who_is_to_blame():
     assert culprit({0: told, 1: told, 2: own})[0] == 2
     assert culprit({0: told, 2: killed, 3: ended})[0] == 2
     assert culprit({0: ended, 1: failure(3)})[0] == 1 and culprit({0: failure(1), 1: failure(7)}, first={1})[0] == 1
-    assert culprit({1: told, 3: ended})[0] == 1
+    assert culprit({1: told, 3: ended})[0] == 1 and culprit({0: told, 1: killed}, first={0})[0] == 0, "killed by us"
     said = f"rank 2 (pid 1 on {socket.gethostname()}) failed with exit code 1; with it ended 0"
     assert report({0: told, 2: own}) == f"{said}\nTraceback\nValueError: bad row 17"
-
-
-def test_signals_reach_the_ranks(tmp_path):
-    script = """
-    signal.signal(signal.SIGUSR1, lambda *_: print("heard"))
-    signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
-    print("ready")
-    while True:
-        time.sleep(0.05)
-    """
-    path = tmp_path / "script.py"
-    path.write_text("import signal, sys, time\n" + textwrap.dedent(script))
-    command = [sys.executable, "-m", "shardlib", "run", "--nproc", "2", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as p:
-        assert p.stdout is not None and p.stderr is not None
-        seen: list[str] = []
-        for number, word in ((signal.SIGUSR1, "ready"), (signal.SIGTERM, "heard")):
-            while sum(word in line for line in seen) < 2:
-                seen.append(p.stdout.readline())
-            p.send_signal(number)
-        rest, said = p.communicate(timeout=60)
-    assert rest.count("saved") == 2 and p.returncode == 143
-    assert "shardlib run: ended by SIGTERM" in said
 
 
 # ---- several hosts
 
 
-def test_a_hostfile_over_a_stand_in_for_ssh(tmp_path):
-    """Two agents on this machine; what fails on one host ends the other."""
+@pytest.fixture
+def fleet(tmp_path: Path) -> list[str]:
+    """The options for two hosts, `a` and `b`, which are this machine."""
     (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nHOST_SAID=$1 exec sh -c "$2"\n')
@@ -181,18 +208,45 @@ def test_a_hostfile_over_a_stand_in_for_ssh(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--master", f"127.0.0.1:{port}"]
+    return ["--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--master", f"127.0.0.1:{port}"]
+
+
+def test_what_fails_on_one_host_ends_the_other(tmp_path, fleet):
     script = """
     print("of", os.environ["WORLD_SIZE"], "at", os.environ["HOST_SAID"], os.environ["CUDA_VISIBLE_DEVICES"])
     time.sleep(1)
     sys.exit(9) if os.environ["HOST_SAID"] == "a" else time.sleep(250)
     """
     began = time.monotonic()
-    code, out, err = run(script, tmp_path, *options, "--grace", "3")
+    code, out, err = run(script, tmp_path, *fleet, "--grace", "3")
     ended = sorted(line.split("] ")[1] for line in out.splitlines())
     assert ended == ["of 3 at a 0", "of 3 at b 0,1", "of 3 at b 0,1"], err
     assert sorted(line[:7] for line in out.splitlines()) == ["[rank 0", "[rank 1", "[rank 2"]
     assert code == 9 and "a ended with exit code 9; the others end" in err and time.monotonic() - began < 200
+
+
+def test_signals_reach_the_ranks_of_all_hosts(tmp_path, fleet):
+    script = """
+    import signal, sys, time
+    signal.signal(signal.SIGUSR1, lambda *_: print("heard"))
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(0)))
+    print("ready")
+    while True:
+        time.sleep(0.05)
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "shardlib", "run", *fleet, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as p:
+        assert p.stdout is not None and p.stderr is not None
+        seen: list[str] = []
+        for number, word in ((signal.SIGUSR1, "ready"), (signal.SIGTERM, "heard")):
+            while sum(word in line for line in seen) < 3:
+                seen.append(p.stdout.readline())
+            p.send_signal(number)
+        rest, said = p.communicate(timeout=60)
+    assert rest.count("saved") == 3 and p.returncode == 143
+    assert said.count("shardlib run: ended by SIGTERM") == 2
 
 
 # ---- doctor
@@ -216,6 +270,35 @@ def test_doctor_says_what_to_mend(monkeypatch):
     assert "make room on" in found[f"disk {Path.cwd()}"].mend
 
 
+def test_doctor_over_hosts(tmp_path, capsys, monkeypatch):
+    """One is this machine. What the next says is made up: an old torch, little room, a clock that is late. No third."""
+    (tmp_path / "hosts").write_text("here slots=1\nother slots=1\ngone slots=1\n")
+    found = [
+        ["python", platform.python_version()],
+        ["torch", "2.9.1", "pip install 'torch>=2.11'"],
+        ["disk /", "full", "make room"],
+    ]
+    (tmp_path / "said").write_text(json.dumps({"time": time.time() - 100, "findings": found}))
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        '#!/bin/sh\ncase $1 in here) exec sh -c "$2";; other) cat '
+        f'{tmp_path}/said;; *) echo "no route to $1" >&2; exit 255;; esac\n'
+    )
+    ssh.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    assert main(["doctor", "--hostfile", str(tmp_path / "hosts"), "--ssh", str(ssh), "--no-link"]) == 1
+    said = re.sub(r" +", " ", capsys.readouterr().out)
+    assert re.search(r"^ok here \d\d things looked at$", said, re.MULTILINE), said
+    assert re.search(r"^mend other: clock 1\d\d\.\d s from here\n -> synchronize the clocks", said, re.MULTILINE), said
+    for line in (
+        "mend other: disk / full\n -> make room",
+        f"mend other: torch 2.9.1, but {torch.__version__} on here\n -> install the same everywhere",
+        f"mend gone does not answer, or has no shardlib there\n -> mend what `{ssh} gone` says: no route to gone",
+    ):
+        assert line in said, said
+    assert "other: python" not in said
+
+
 @pytest.mark.slow
 def test_doctor_tries_the_link(capsys):
     """Ranks of `shardlib run` make a mesh and reduce."""
@@ -225,6 +308,46 @@ def test_doctor_tries_the_link(capsys):
 
 
 # ---- training that is interrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_rank_that_hangs_ends_all_within_the_deadline(tmp_path, how):
+    """The timeout and 4 s until the others say so, 8 s for it to do the same, and `--grace` until it is killed; also
+    one that keeps SIGTERM for itself."""
+    script = """
+    import torch
+    import shardlib as sl
+
+    with sl.make_mesh(dp=2, timeout=3):
+        total = sl.jit(sl.shard_map(lambda x: sl.psum(x, "dp"), in_specs="n/dp", out_specs="n"))
+        for step in range(3):
+            sl.preempted()
+            if RANK == 1 and step == 2:
+                open(sys.argv[1], "w").close()
+                HANG
+            total(sl.shard(torch.ones(4), "n/dp"))
+    """
+    code, _, err = run(
+        script.replace("HANG", how),
+        tmp_path,
+        "--nproc",
+        "2",
+        "--grace",
+        "2",
+        arguments=(str(tmp_path / "began"),),
+        OMP_NUM_THREADS="1",
+    )
+    hung = time.time() - (tmp_path / "began").stat().st_mtime
+    assert code == 1 and hung < 3 + 4 + 8 + 2 + 8, (hung, err)
+    said = (
+        "did not reach psum `"
+        if "sleep" in how
+        else "did not answer: killed, frozen, or cut off with the host; rank 0 "
+    )
+    assert f"RankError: rank 1 {said}" in err
+    last = err[err.index("shardlib run: rank ") :]
+    assert last.startswith("shardlib run: rank 0 ") and f"RankError: rank 1 {said}" in last
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_a_rank_copies_what_it_writes(tmp_path: Path) -> None:
     def run() -> tuple[int, bool]:
         copied, copy = [], chunks._copied
         with sl.make_mesh(dp=2), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunks, "_copied", lambda x: (copied.append(x.numel()), copy(x))[1])
+            patch.setattr(chunks, "_copied", lambda xs: (copied.extend(x.numel() for x in xs), copy(xs))[1])
             whole = {str(i): sl.shard(torch.full((5,), i), "n") for i in range(4)} | {"cut": state_of(1.0)["w"]}
             path = sl.save(tmp_path, whole, step=1, wait=False).wait()
             found = sl.restore(path, whole)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,21 +54,25 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         pytest.skip(f"no namespaces here: {e}")
 
 
-def launched(folder: Path, *options: str, steps: int = STEPS) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "shardlib",
-        "run",
-        "--hostfile",
-        str(folder / "hosts"),
-        "--ssh",
-        str(folder / "ssh"),
-    ]
-    command += ["--master", HOSTS[0].address, "--silence", "6", "--wait", "4", "--grace", "5", *options]
-    command += [str(folder / "train.py"), str(folder / "run"), str(steps)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def shardlib(folder: Path, command: str, *options: str) -> subprocess.Popen[str]:
+    """`shardlib run` or another command, over both hosts."""
+    hosts = ["--hostfile", str(folder / "hosts"), "--ssh", str(folder / "ssh"), "--master", HOSTS[0].address]
+    line = [sys.executable, "-m", "shardlib", command, *hosts, *options]
+    return subprocess.Popen(line, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def launched(folder: Path, *options: str) -> subprocess.Popen[str]:
+    patience = ["--silence", "6", "--wait", "4", "--grace", "5"]
+    return shardlib(folder, "run", *patience, *options, str(folder / "train.py"), str(folder / "run"), str(STEPS))
+
+
+def listening(host: Host) -> set[str]:
+    """Where anything of a host listens."""
+    said = subprocess.run([*host.prefix, "ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[3].rpartition(":")[0] for line in said.splitlines()}
 
 
 def link(state: str) -> None:
@@ -104,9 +109,8 @@ def finished(run: subprocess.Popen[str], folder: Path) -> str:
     """Wait for the end: all went well, and the curve is that of one process that nothing disturbed."""
     said, _ = run.communicate(timeout=150)
     assert run.returncode == 0, said
-    alone = [sys.executable, str(folder / "train.py"), str(folder / "alone" / "run"), str(STEPS)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", TRAIN.replace("time.sleep(0.3)", ""), *alone[2:]], env=env, check=True)
+    quick = TRAIN.replace("time.sleep(0.3)", "")
+    subprocess.run([sys.executable, "-c", quick, str(folder / "alone" / "run"), str(STEPS)], env=ENV, check=True)
     wanted, found = records(folder / "alone"), records(folder)
     assert [r["step"] for r in found] == [r["step"] for r in wanted] == [*range(1, STEPS + 1)]
     assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(found, wanted, strict=True)) < 1e-12
@@ -146,6 +150,7 @@ def test_a_cut_without_restarts_ends_the_run(hosts, tmp_path):
     run = launched(tmp_path)
     try:
         reached(tmp_path, 3, ranks=2)
+        assert [listening(h) for h in hosts] == [{h.address} for h in hosts], "nowhere else"
         link("down")
         began = time.monotonic()
         said, _ = run.communicate(timeout=60)
@@ -153,3 +158,22 @@ def test_a_cut_without_restarts_ends_the_run(hosts, tmp_path):
         assert "did not answer: killed, frozen, or cut off with the host; rank 0 waited for " in said
     finally:
         run.kill()
+
+
+def test_the_demo_trains_over_two_hosts(hosts, tmp_path):
+    options = "--size tiny --layers 1 --batch 4 --steps 12 --eval-every 0 --log-every 1 --sample 1 --dtype float64"
+    demo = [str(ROOT / "examples" / "train_gpt.py"), *options.split(), "--out"]
+    said, _ = (run := shardlib(tmp_path, "run", *demo, str(tmp_path / "run"), "--mesh", "dp=2,tp=1")).communicate(
+        timeout=150
+    )
+    assert run.returncode == 0, said
+    subprocess.run([sys.executable, *demo, str(tmp_path / "alone" / "run")], env=ENV, check=True)
+    found, wanted = ([r["loss"] for r in records(x) if "loss" in r] for x in (tmp_path, tmp_path / "alone"))
+    assert len(found) == 12 and found == pytest.approx(wanted, abs=1e-9)
+
+
+def test_doctor_looks_at_the_hosts_and_the_link(hosts, tmp_path):
+    said, _ = shardlib(tmp_path, "doctor", "--nproc", "1").communicate(timeout=120)
+    assert all(re.search(rf"^ok +{h.namespace} +\d\d things looked at$", said, re.MULTILINE) for h in hosts), said
+    speed = re.search(r" link +2 ranks reduce ([\d.]+) MB/s, or one number in", said)
+    assert speed and float(speed[1]) < 130, said  # 1 Gbit/s

@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from shardlib.errors import MeshError
 
 LOST = 75  # the exit code of an agent that cannot reach the others (EX_TEMPFAIL): it may be started again
-PATIENCE = 8.0  # seconds for the other ranks to say what they make of one that failed
+PATIENCE = 8.0  # seconds for the other ranks to say what they make of one that failed, and then to end
 _JOIN = 86400.0  # seconds that an agent waits for enough hosts
 
 
@@ -107,11 +107,12 @@ def say(text: str) -> None:
 
 
 def culprit(failures: Mapping[int, ProcessFailure], first: Collection[int] = ()) -> tuple[int, ProcessFailure]:
-    """The rank to blame: killed, but not by us; or failed by an error of its own; of several, one of `first`."""
+    """The rank to blame: killed, but not by us; or failed by an error of its own; of several, one of `first`, the ranks
+    that failed before we ended any."""
 
     def order(rank: int) -> tuple[int, bool, int, int]:
         f = failures[rank]
-        killed = f.exitcode < 0 and f.exitcode != -signal.SIGTERM
+        killed = f.exitcode < 0 and f.exitcode != -signal.SIGTERM and (rank in first or not first)
         message: Any = f.message
         told = isinstance(message, dict) and message["message"].startswith("RankError: rank ")
         return (0 if killed else 2 if told else 1 if f.exitcode > 0 else 3), rank not in first, f.timestamp, rank
@@ -164,6 +165,8 @@ class Agent(LocalElasticAgent):
             deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline and not all(_ended(w.id) for w in workers):
                 time.sleep(0.05)
+            if self._pcontext:
+                self._pcontext.close(signal.SIGTERM, int(min(self.grace, PATIENCE)))  # torch gives them 30 s
         result = super()._monitor_workers(worker_group)  # type: ignore # its decorator hides the arguments
         self.failures = result.failures
         if result.state == WorkerState.FAILED:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardlib.cli.hosts import parsed
+from shardlib.cli.hosts import parsed, there
 from shardlib.errors import MeshError, amount
 
 SLOW = 100e6  # bytes per second between ranks that are too few
@@ -41,7 +41,9 @@ def add(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="look at these hosts, and at what lies between them"
     )
-    parser.add_argument("--ssh", default="ssh -o BatchMode=yes", metavar="CMD", help="what runs CMD HOST LINE")
+    parser.add_argument(
+        "--ssh", default="ssh -o BatchMode=yes -o ConnectTimeout=10", metavar="CMD", help="what runs CMD HOST LINE"
+    )
     parser.add_argument("--master", default="", metavar="HOST[:PORT]", help="as for shardlib run")
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks that try the link on each host")
     parser.add_argument("--no-link", action="store_true", help="start no ranks")
@@ -163,13 +165,10 @@ def _hosts(args: Namespace) -> Iterable[Finding]:
     """Each host's findings that say what to mend, or differ from the first host's; clocks that are apart."""
     versions: dict[str, tuple[str, str]] = {}
     for host in parsed(args.hostfile.read_text()):
-        line = f"{sys.executable} -m shardlib doctor --json --no-link"
+        line = there([sys.executable, "-m", "shardlib", "doctor", "--json", "--no-link"])
         began = time.time()
         done = subprocess.run(
-            [*shlex.split(args.ssh), host, f"cd {shlex.quote(os.getcwd())} && {line}"],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
+            [*shlex.split(args.ssh), host, line], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
         try:
             said = json.loads(done.stdout.splitlines()[-1])

@@ -5,7 +5,6 @@ connection has, the agent ends too: no rank outlives the run.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from contextlib import suppress
 from types import FrameType
 
 from shardlib.cli.agent import LOST, PATIENCE, say
+from shardlib.cli.hosts import there
 
-_PASSED = ("PYTHON", "TORCH", "NCCL", "GLOO", "OMP_", "CUDA", "SHARDLIB", "LD_LIBRARY_PATH")  # starts of names
 _PAUSE = 3.0  # seconds before an agent that was lost is started again
 _SSH = 255  # ssh's own exit code: no connection
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -59,10 +58,8 @@ class Fleet:
         return next((c for c in failed if c not in (1, LOST)), failed[0] if failed else 0)
 
     def _start(self, host: str) -> None:
-        passed = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(_PASSED)]
-        line = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*passed, *self.commands[host]])}"
         self.codes.pop(host, None)
-        command = [*self.ssh, host, line]
+        command = [*self.ssh, host, there(self.commands[host])]
         self.agents[host] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _ended(self, host: str, code: int) -> None:

@@ -4,11 +4,14 @@ worker-0 slots=4
 worker-1 slots=4    # comments and empty lines do not count
 """
 
+import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 
 from shardlib.errors import MeshError, listing, nearest
 
+_PASSED = ("PYTHON", "TORCH", "NCCL", "GLOO", "OMP_", "CUDA", "SHARDLIB", "LD_LIBRARY_PATH")  # starts of names
 Slots = dict[str, list[int]]  # by host, in the order of the file: the numbers of its slots (GPUs) that are used
 
 
@@ -63,3 +66,9 @@ def _named(text: str, hosts: Mapping[str, list[int]]) -> Slots:
             raise MeshError(f"`{host}` has slots 0 to {len(hosts[host]) - 1}, not {listing(unknown)}")
         out[host] = sorted(set(slots))
     return out
+
+
+def there(command: Sequence[str]) -> str:
+    """For the shell of another host: run `command` in this folder, with what matters of this environment."""
+    passed = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(_PASSED)]
+    return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*passed, *command])}"

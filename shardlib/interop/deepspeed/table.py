@@ -138,9 +138,9 @@ zero_optimization.{mics_shard_size,mics_hierarchical_params_gather} | any | reje
 zero_optimization.zeropp_loco_param | any | rejected | removed from DeepSpeed
 zero_optimization.{reduce_bucket_size,allgather_bucket_size,stage3_prefetch_bucket_size,prefetch_bucket_size}
     | int>=0 | not needed
-    | `jit` merges small collectives up to 16 MiB; `passes.bucket(limit=)` is for another size
+    | `jit` merges small collectives up to 16 MB (4 MB on the CPU); `passes.bucket(limit=)` is for another size
 allgather_size | int>=0 | not needed |
-    `jit` merges small collectives up to 16 MiB; `passes.bucket(limit=)` is for another size
+    `jit` merges small collectives up to 16 MB (4 MB on the CPU); `passes.bucket(limit=)` is for another size
 zero_optimization.{contiguous_gradients,use_multi_rank_bucket_allreduce,round_robin_gradients,parameter_alignment}
     | bool | not needed | how DeepSpeed lays out its buffers; gradients are values of a traced program
 zero_optimization.{reduce_scatter,allgather_partitions,overlap_comm,sub_group_size} | any | not needed |
