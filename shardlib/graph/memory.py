@@ -36,9 +36,9 @@ HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 @dataclass(frozen=True)
 class Point:
     """While a node runs: the bytes alive by kind, its result among them. Kinds: `parameters`, `copies` of them
-    (gathered, sliced), `buckets`, copies to be sent, `gradients`, `optimizer`, `activations` (what the forward
-    pass leaves for the backward pass; in a pipeline also what a stage is handed, and what one half of its backward
-    leaves for the other) and `other`."""
+    (gathered, sliced), `buckets` (copies to be sent), `gradients`, `optimizer`, `activations` (what the forward pass
+    leaves for the backward pass; in a pipeline also what a stage is handed, and what one half of its backward leaves
+    for the other) and `other`."""
 
     graph: str
     node: str
