@@ -89,6 +89,11 @@ def _largest(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return torch.where(bad > 0, torch.full_like(most, math.nan), most)
 
 
+def clips(norm: Any) -> bool:
+    """Whether gradients can be clipped to this norm, None being no clipping."""
+    return norm is None or (isinstance(norm, int | float) and norm > 0)
+
+
 def scaled_to(values: Any, norm: Tensor, largest: float) -> Any:
     """`values` scaled so that their norm, `norm`, is at most `largest`; unchanged where it is already (as optax)."""
     factor = torch.where(norm < largest, torch.ones_like(norm), largest / norm)

@@ -14,7 +14,7 @@ from shardlib.autodiff import value_and_grad
 from shardlib.errors import SpecError
 from shardlib.loss_scale import judged, scale_metrics, scaled, unscaled
 from shardlib.mean import Mean, divide, whole
-from shardlib.norms import global_norm, scaled_to
+from shardlib.norms import clips, global_norm, scaled_to
 from shardlib.optim.base import Optimizer, apply_updates, learning_rate, selected
 from shardlib.parts import once, part_of
 from shardlib.phases import phase
@@ -63,8 +63,7 @@ def step(
     """
     grad_fn, precision = value_and_grad(loss), checked(precision, "step")
     plan_for = planned(grad_fn, layout, accumulate, microbatch, trainable, precision)
-    clips = clip is None or (isinstance(clip, int | float) and clip > 0)
-    if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and clips):
+    if not (isinstance(optimizer, Optimizer) and isinstance(layout, Layout | None) and clips(clip)):
         found = f"{optimizer!r}, layout={layout!r}, clip={clip!r}"
         raise SpecError(f"step takes an sl.optim.Optimizer(init, update), a Layout and a clip above 0; found {found}")
 
@@ -85,12 +84,11 @@ def step(
             grads = grads if clip is None else scaled_to(grads, norm, clip)
             old = reshard(trained.take(state.params), trained.take(plan.layout.opt))
             updates, opt = optimizer.update(grads, state.opt, old)
-            with phase("early"):  # leaf by leaf, rather than after all updates
+            with phase("early"):  # at once and leaf by leaf, rather than after all updates
+                value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
                 new = selected(finite, apply_updates(old, updates), old)
                 new = reshard(new, trained.take(plan.layout.params))
                 opt = selected(finite, same_leaves("the optimizer", opt, state.opt), state.opt)
-        with phase("early"):  # rather than last, where all would wait for it
-            value = sum(s * whole(t) for s, t in zip(seeds, totals, strict=True))
         metrics = {"loss": value, "grad_norm": norm, "tokens": weights[0], "lr": learning_rate(opt)}
         metrics |= scale_metrics(finite, state.scale) | (aux.metrics or {})
         extra = state.extra if aux.extra is None else same_leaves("the loss", aux.extra, state.extra)
