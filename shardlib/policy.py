@@ -54,7 +54,8 @@ def chosen(policy: Policy, what: str) -> frozenset[str]:
     if policy == "nothing":
         return frozenset()
     said = ("dots",) if policy == "dots" else policy
-    if isinstance(said, str) or not all(isinstance(n, str) and n not in WORDS[:2] for n in said):
+    names = isinstance(said, Collection) and not isinstance(said, str)
+    if not names or not all(isinstance(n, str) and n not in WORDS[:2] for n in said):
         mend = f": ({policy!r},)" if isinstance(policy, str) else ", and `dots`"
         raise SpecError(
             f"{what}: unknown policy {policy!r}; there are {listing(WORDS)}.\n"

@@ -351,7 +351,7 @@ def test_errors() -> None:
     assert "remat of layer: unknown policy 'act'; there are `nothing`, `everything` and `dots`" in refused("act")
     assert "Names given by sl.save_name stand in a tuple: ('act',)" in refused("act")
     assert "unknown policy ('everything', 'act')" in refused(("everything", "act"))
-    assert "unknown policy (3,)" in refused((3,))
+    assert "unknown policy (3,)" in refused((3,)) and "unknown policy None; there" in refused(None)
     assert "keeps `atc`, a name that no sl.save_name gives there; it names `act` and `out`" in refused(("atc", "out"))
     for name in ("dots", "", 3):
         with pytest.raises(
