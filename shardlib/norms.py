@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import reduce
+from numbers import Real
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _largest(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 def clips(norm: Any) -> bool:
     """Whether gradients can be clipped to this norm, None being no clipping."""
-    return norm is None or (isinstance(norm, int | float) and norm > 0)
+    return norm is None or (isinstance(norm, Real) and float(norm) > 0)
 
 
 def scaled_to(values: Any, norm: Tensor, largest: float) -> Any:

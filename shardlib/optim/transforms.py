@@ -1,17 +1,16 @@
 """Changes of gradients and updates, to `chain` with optimizers."""
 
-from numbers import Real
 from typing import Any
 
 from shardlib import tree
-from shardlib.norms import global_norm, scaled_to
+from shardlib.norms import clips, global_norm, scaled_to
 from shardlib.optim.base import Optimizer, chosen
 from shardlib.optim.options import check
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Gradients scaled so that their global norm is at most `max_norm`, as optax; as `step(clip=)` does."""
-    if not (isinstance(max_norm, Real) and max_norm > 0):
+    if max_norm is None or not clips(max_norm):
         raise ValueError(f"clip_by_global_norm: a norm above 0 is needed, found {max_norm!r}")
 
     def update(grads: Any, state: tuple[()], params: Any) -> tuple[Any, tuple[()]]:
