@@ -45,7 +45,8 @@ def rate_of(link: str) -> float:
 
 def schedule(blocks: list[Block], stage: int, rate: float, ranks: int = RANKS) -> float:
     """Seconds of a step: ZeRO stage 0 sums gradients whole; 1 and 2 gather at the start of the forward pass and scatter
-    gradients; 3 gathers in both passes. A rank sends (n-1)/n of the bytes in a gather or scatter, twice that in a sum.
+    gradients; 3 gathers in both passes, the first block, a lookup, in the forward pass alone. A rank sends (n-1)/n of
+    the bytes in a gather or scatter, twice that in a sum.
     """
     piece = (ranks - 1) / ranks / rate
     wire = 0.0  # when it is free
@@ -70,7 +71,7 @@ def schedule(blocks: list[Block], stage: int, rate: float, ranks: int = RANKS) -
     gathered = [0.0] * len(blocks)
     if stage == 3:  # the last block's weights are still there; others come again, in order, before anything else
         gather = wire
-        for i in reversed(range(len(blocks) - 1)):
+        for i in reversed(range(1, len(blocks) - 1)):
             gather = gathered[i] = gather + blocks[i].bytes * piece
         wire = gather
     for i in reversed(range(len(blocks))):

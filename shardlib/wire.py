@@ -129,18 +129,19 @@ def _permute(x: Tensor, source: list[int], group: str) -> Tensor:
 
 def _isend(x: Tensor, to: int, group: str) -> Tensor:
     pg = resolve(group)
-    return _waitable(x.new_empty(0), dist.isend(x, dist.get_process_group_ranks(pg)[to], pg))
+    return until(x.new_empty(0), [dist.isend(x, dist.get_process_group_ranks(pg)[to], pg)])
 
 
 def _irecv(shape: list[int], dtype: torch.dtype, device: torch.device, source: int, group: str) -> Tensor:
     pg, out = resolve(group), torch.empty(shape, dtype=dtype, device=device)
-    return _waitable(out, dist.irecv(out, dist.get_process_group_ranks(pg)[source], pg))
+    return until(out, [dist.irecv(out, dist.get_process_group_ranks(pg)[source], pg)])
 
 
-def _waitable(x: Tensor, work: Any) -> Tensor:
-    """`x`, for which `wait_tensor` waits until the work is done (which holds what it sends)."""
+def until(x: Tensor, works: Iterable[Any]) -> Tensor:
+    """`x`, for which `wait` waits until all the works are done (which hold what they send)."""
     registry = torch._C._distributed_c10d  # type: ignore[attr-defined] # where functional collectives keep theirs
-    registry._register_work(x, work)
+    for work in works:
+        registry._register_work(x, work)
     return x
 
 

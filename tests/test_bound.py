@@ -17,7 +17,7 @@ BLOCKS = [Block(name, forward=1.0, backward=2.0, update=0.5, bytes=1) for name i
         (2, 1.0, 0.5 + 6 + 0.5 + 0.25),
         (3, 1.0, 0.5 + 6 + 0.5 + 0.25),
         (0, 0.1, 4 + 2 * 10 + 0.5),  # sums follow each other
-        (3, 0.1, 5 * 5 + 0.25),  # three gathers, the last weights being still there, and two scatters
+        (3, 0.1, 10 + 1 + 2 + 2 * 5 + 0.25),  # two gathers, two scatters; no block gathers again
     ],
 )
 def test_by_hand(stage: int, rate: float, seconds: float):

@@ -24,7 +24,7 @@ LAYERS = [
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "phases", "contract", "heap", "meter"],  # know nothing of shardlib's types
     ["saves", "stream", "chunk", "chunks", "contents", "saving"],  # files of saves
-    ["wire", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
+    ["wire", "posted", "processes", "switch", "apart"],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array", "dtensor"],  # leaves at rest
     ["entries", "checkpoint", "interop.names", "interop.safetensors", "monitor"],

@@ -4,6 +4,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.nodes import STARTS, WAIT, arg, emit, group, started
+from shardlib.posted import POSTED
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -35,4 +36,14 @@ def for_gloo(module: GraphModule) -> GraphModule:
                 parts = emit(aten.view.default, (wait, [n, *rows]), wait)
                 total = emit(aten.sum.dim_IntList, (parts, [0]), wait)
             wait.replace_all_uses_with(total, lambda u, parts=parts: u is not parts)
+    return module
+
+
+def posted(module: GraphModule) -> GraphModule:
+    """Gathers and exchanges by messages whose receivers are ready.
+
+    y = all_gather(x)       ->      y = posted_gather(x)
+    """
+    for node in module.graph.nodes:
+        node.target = POSTED.get(node.target, node.target)
     return module
