@@ -14,7 +14,7 @@ from shardlib.graph.dedupe import dedupe as dedupe
 from shardlib.graph.finite import check_finite as check_finite
 from shardlib.graph.fuse import Island
 from shardlib.graph.fuse import fuse as fuse
-from shardlib.graph.gloo import for_gloo, posted
+from shardlib.graph.gloo import by_messages, for_gloo
 from shardlib.graph.hoist import hoist as hoist
 from shardlib.graph.in_place import in_place as in_place
 from shardlib.graph.in_place import reuse as reuse
@@ -43,7 +43,8 @@ def for_processes(device: str, backend: str) -> tuple[Pass, ...]:
     """What suits ranks that are processes: on the CPU collectives as gloo does them best. Unless a compiler takes the
     whole, sums where their operands are, and messages of our own, which it would take to be over when they begin."""
     mine = backend in ("graph", "regional")
-    return (for_gloo,) * (device == "cpu") + (posted,) * (mine and device == "cpu") + (sums_in_place,) * mine
+    gloo = (by_messages if mine else for_gloo,)
+    return gloo * (device == "cpu") + (sums_in_place,) * mine
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:

@@ -1,11 +1,12 @@
-"""Gathers and exchanges for gloo, by messages whose receivers are ready: what is sent fills both ways of a link.
+"""Collectives for gloo by messages whose receivers are ready: what is sent fills both ways of a link, and goes from and
+to where it is wanted, without copies.
 
 gloo sends a message when the receiver has asked for it, and asks over the same connection, behind what that is sending.
 Its own collectives send before they ask, so one way of the link waits until a whole message has gone the other way.
 Here every rank asks for all that it will get before it sends anything, in pieces, so that none waits for long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +16,98 @@ from torch import Tensor
 from shardlib.wire import resolve, until
 
 _lib = torch.library.Library("shardlib", "FRAGMENT")
-_lib.define("posted_gather(Tensor x, int size, str group) -> Tensor")
+_lib.define("posted_gather(Tensor[] xs, int size, str group) -> Tensor")
 _lib.define("posted_exchange(Tensor x, int[] takes, int[] gives, str group) -> Tensor")
+_lib.define("posted_scatter(Tensor[] xs, int size, str group) -> Tensor")
+_lib.define("posted_sum(Tensor arrived, Tensor[] xs, int size, str group) -> Tensor")
 
 _TAG = 1  # of these messages; a pipeline's have 0
 _PIECE = 1 << 20  # bytes
 
 
-def _posted(out: Sequence[Tensor], given: Sequence[Tensor], pg: dist.ProcessGroup, me: int) -> list[Any]:
-    """Start to receive each of `out` from the rank at its place in the group, and to send each of `given` there."""
-    peers = [(me + i) % len(out) for i in range(1, len(out))]
-    works = [pg.recv([piece], i, _TAG) for i in reversed(peers) for piece in _pieces(out[i])]
-    return works + [pg.send([piece], i, _TAG) for i in peers for piece in _pieces(given[i])]
+_Addressed = Iterable[tuple[int, Tensor]]  # to or from members of a group
+
+
+def _messages(pg: dist.ProcessGroup, get: _Addressed, give: _Addressed) -> list[Any]:
+    """Start to get some tensors and to give others, between each two members in the same order on both sides."""
+    works = [pg.recv([piece], source, _TAG) for source, x in get for piece in _pieces(x)]
+    return works + [pg.send([piece], to, _TAG) for to, x in give for piece in _pieces(x)]
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
-    return x.view(-1).split(max(1, _PIECE // x.element_size())) if x.numel() else ()
+    return x.contiguous().view(-1).split(max(1, _PIECE // x.element_size())) if x.numel() else ()
 
 
-def _gather(x: Tensor, size: int, group: str) -> Tensor:
-    pg, out = resolve(group), x.new_empty((size * x.shape[0], *x.shape[1:]))
-    rows, me = out.view(size, *x.shape).unbind(), pg.rank()
-    works = _posted(rows, [x] * size, pg, me)
-    rows[me].copy_(x)
+def _others(pg: dist.ProcessGroup) -> list[int]:
+    """The other members, from the next on: so not all send to the same at first."""
+    return [(pg.rank() + i) % pg.size() for i in range(1, pg.size())]
+
+
+def _gather(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """For each tensor those of all members, one tensor after the other; of a single one with its shape."""
+    pg, out = resolve(group), _gathered(xs, size, group)
+    rows = [piece.view(size, -1) for piece in out.view(-1).split([size * x.numel() for x in xs])]
+    others = _others(pg)
+    works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))
+    for r, x in zip(rows, xs, strict=True):
+        r[pg.rank()].copy_(x.view(-1))
     return until(out, works)
 
 
 def _exchange(x: Tensor, takes: list[int], gives: list[int], group: str) -> Tensor:
-    pg, out = resolve(group), x.new_empty((sum(takes), *x.shape[1:]))
-    rows, given, me = out.split(takes), x.split(gives), pg.rank()
-    works = _posted(rows, given, pg, me)
-    rows[me].copy_(given[me])
+    pg, out = resolve(group), _exchanged(x, takes, gives, group)
+    rows, given, others = out.split(takes), x.split(gives), _others(pg)
+    works = _messages(pg, ((i, rows[i]) for i in others), ((i, given[i]) for i in others))
+    rows[pg.rank()].copy_(given[pg.rank()])
     return until(out, works)
 
 
-_lib.impl("posted_gather", _gather, "CompositeExplicitAutograd")
-_lib.impl("posted_exchange", _exchange, "CompositeExplicitAutograd")
-_lib.impl("posted_gather", lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])), "Meta")
-_lib.impl("posted_exchange", lambda x, takes, gives, group: x.new_empty((sum(takes), *x.shape[1:])), "Meta")
+def _scatter(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """What the other members have of this one's row of each tensor, by member and one tensor after the other."""
+    pg, out = resolve(group), _scattered(xs, size, group)
+    rows = [x.view(size, -1) for x in xs]
+    arrive = [row.split([r.shape[1] for r in rows]) for row in out]
+    others, me = _others(pg), pg.rank()
+    get = ((i, x) for i in others for x in arrive[i - (i > me)])
+    return until(out, _messages(pg, get, ((i, r[i]) for i in others for r in rows)))
 
-# by the functional collective that does the same, of the same arguments
-POSTED: dict[Any, Any] = {
-    torch.ops._c10d_functional.all_gather_into_tensor.default: torch.ops.shardlib.posted_gather.default,
-    torch.ops._c10d_functional.all_to_all_single.default: torch.ops.shardlib.posted_exchange.default,
-}
+
+def _sum(arrived: Tensor, xs: list[Tensor], size: int, group: str) -> Tensor:
+    """The sums of what has arrived and the member's own rows, in the order of members."""
+    me, out = resolve(group).rank(), arrived.new_empty(arrived.shape[1])
+    at = 0
+    for x in xs:
+        own = x.view(size, -1)[me]
+        rows = [row[at : at + len(own)] for row in arrived]
+        first, second, *rest = [*rows[:me], own, *rows[me:]]
+        total = torch.add(first, second, out=out[at : at + len(own)])
+        for row in rest:
+            total += row
+        at += len(own)
+    return out
+
+
+def _gathered(xs: list[Tensor], size: int, group: str) -> Tensor:
+    if len(xs) == 1:
+        return xs[0].new_empty((size * xs[0].shape[0], *xs[0].shape[1:]))
+    return xs[0].new_empty(size * sum(x.numel() for x in xs))
+
+
+def _exchanged(x: Tensor, takes: list[int], gives: list[int], group: str) -> Tensor:
+    return x.new_empty((sum(takes), *x.shape[1:]))
+
+
+def _scattered(xs: list[Tensor], size: int, group: str) -> Tensor:
+    return xs[0].new_empty(size - 1, sum(x.numel() for x in xs) // size)
+
+
+for _name, _run, _shape in (
+    ("posted_gather", _gather, _gathered),
+    ("posted_exchange", _exchange, _exchanged),
+    ("posted_scatter", _scatter, _scattered),
+    ("posted_sum", _sum, lambda arrived, xs, size, group: arrived.new_empty(arrived.shape[1])),
+):
+    _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    _lib.impl(_name, _shape, "Meta")
+GATHER, EXCHANGE = torch.ops.shardlib.posted_gather.default, torch.ops.shardlib.posted_exchange.default
+SCATTER, SUM = torch.ops.shardlib.posted_scatter.default, torch.ops.shardlib.posted_sum.default

@@ -1,81 +1,137 @@
 """Messages whose receivers are ready, beside the collectives that they stand for."""
 
-from itertools import product
+import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardlib as sl
+from shardlib import jit, tree
+from shardlib.graph.gloo import for_gloo
 from shardlib.graph.program import copied
-from shardlib.passes import applied, for_processes
+from shardlib.passes import applied, bucket, default, for_processes
 from tests.ranks import on_ranks
 
 RANKS = 3
+OPS, MINE = torch.ops._c10d_functional, torch.ops.shardlib
+wait = OPS.wait_tensor
 
 
-def both(op: str, x: torch.Tensor, *how: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the functional collective gives, and what the messages do."""
-    from shardlib.posted import POSTED  # ops are not sent to processes
-
-    theirs = getattr(torch.ops._c10d_functional, op).default
-    wait = torch.ops._c10d_functional.wait_tensor
-    return wait(theirs(x, *how)), wait(POSTED[theirs](x, *how))
+SHAPES = [(0,), (1,), (5, 3), (200_001, 2)]  # none, one, few, several messages
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
 
 
-def gathered() -> list[bool]:
-    same = []
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
+    return torch.arange(math.prod(shape)).view(shape).mul(rank + 1).remainder(97).to(dtype)
+
+
+def gathered() -> Any:
+    """Several at once, and each alone."""
     with sl.make_mesh(dp=RANKS) as mesh:
-        for rows, dtype in product((0, 1, 5, 200_001), (torch.float32, torch.float64, torch.int64, torch.bfloat16)):
-            x = torch.arange(2 * rows).view(rows, 2).add(7 * mesh.rank).to(dtype)
-            theirs, mine = both("all_gather_into_tensor", x, RANKS, mesh.group(("dp",)))
-            same.append(torch.equal(theirs, mine))
-    return same
+        group = mesh.group(("dp",))
+        for dtype in DTYPES:
+            xs = [numbers(shape, dtype, mesh.rank) for shape in SHAPES]
+            wanted = [wait(OPS.all_gather_into_tensor(x, RANKS, group)) for x in xs]
+            flat = wait(MINE.posted_gather(xs, RANKS, group))
+            yield torch.equal(flat, torch.cat([y.view(-1) for y in wanted]))
+            yield from (
+                torch.equal(wait(MINE.posted_gather([x], RANKS, group)), y) for x, y in zip(xs, wanted, strict=True)
+            )
 
 
-def exchanged() -> list[bool]:
-    gives = [[1, 2, 3], [2, 0, 4], [3, 1, 200_000]]  # by rank, the rows for each
-    same = []
+def exchanged() -> Any:
+    """Pieces of unequal sizes."""
+    gives = [[1, 2, 3], [2, 0, 4], [3, 1, 400_000]]  # by rank, the rows for each
     with sl.make_mesh(dp=RANKS) as mesh:
-        takes = [rows[mesh.rank] for rows in gives]
-        for dtype in (torch.float32, torch.int64):
-            x = torch.arange(3 * sum(gives[mesh.rank])).view(-1, 3).mul(mesh.rank + 1).to(dtype)
-            theirs, mine = both("all_to_all_single", x, takes, gives[mesh.rank], mesh.group(("dp",)))
-            same.append(torch.equal(theirs, mine))
-    return same
+        takes, group = [rows[mesh.rank] for rows in gives], mesh.group(("dp",))
+        for dtype in DTYPES:
+            x = numbers((sum(gives[mesh.rank]), 3), dtype, mesh.rank)
+            how = takes, gives[mesh.rank], group
+            yield torch.equal(wait(MINE.posted_exchange(x, *how)), wait(OPS.all_to_all_single(x, *how)))
 
 
-@pytest.mark.parametrize("body", [gathered, exchanged])
-def test_the_same_as_the_collective(body):
-    """For empty operands, pieces of several messages, and unequal pieces."""
-    assert all(all(same) for same in on_ranks(RANKS, body))
-
-
-def crossing() -> bool:
-    """Each rank starts several of each before it waits for the first."""
-    from shardlib.posted import POSTED
-
-    gather, exchange = POSTED.values()
-    wait = torch.ops._c10d_functional.wait_tensor
+def scattered() -> Any:
+    """The same on every rank bit for bit as adding the pieces in the order of ranks."""
     with sl.make_mesh(dp=RANKS) as mesh:
-        g, ones = mesh.group(("dp",)), [1] * RANKS
+        group = mesh.group(("dp",))
+        keys = [torch.Generator().manual_seed(r) for r in range(RANKS)]
+        every = [[torch.randn(RANKS, *shape, generator=key) for shape in SHAPES] for key in keys]
+        mine = every[mesh.rank]
+        found = MINE.posted_sum(wait(MINE.posted_scatter(mine, RANKS, group)), mine, RANKS, group)
+        wanted = [(a[mesh.rank] + b[mesh.rank]) + c[mesh.rank] for a, b, c in zip(*every, strict=True)]
+        yield torch.equal(found, torch.cat([y.view(-1) for y in wanted]))
+
+
+def crossing() -> Any:
+    """Several are begun before the first is waited for, in another order."""
+    with sl.make_mesh(dp=RANKS) as mesh:
+        group, ones, ranks = mesh.group(("dp",)), [1] * RANKS, torch.arange(float(RANKS)).view(RANKS, 1)
         xs = [torch.full((RANKS, 3), 10.0 * i + mesh.rank) for i in range(4)]
-        begun = [(gather(x, RANKS, g), exchange(x, ones, ones, g)) for x in xs]
-        ranks = torch.arange(float(RANKS))
+        begun = [(MINE.posted_gather([x], RANKS, group), MINE.posted_exchange(x, ones, ones, group)) for x in xs]
         for i, (a, b) in reversed([*enumerate(begun)]):
-            wanted = (10.0 * i + ranks).view(RANKS, 1).expand(RANKS, 3)
-            if not torch.equal(wait(b), wanted) or not torch.equal(wait(a), wanted.repeat_interleave(RANKS, 0)):
-                return False
-    return True
+            wanted = (10.0 * i + ranks).expand(RANKS, 3)
+            yield torch.equal(wait(b), wanted)
+            yield torch.equal(wait(a), wanted.repeat_interleave(RANKS, 0))
 
 
-def test_many_at_once_keep_their_order():
-    assert all(on_ranks(RANKS, crossing))
+@pytest.mark.parametrize("body", [gathered, exchanged, scattered, crossing])
+def test_the_same_as_the_collective(body):
+    for rank in on_ranks(RANKS, ran, body.__name__):
+        assert rank and all(rank)
+
+
+def ran(name: str) -> list[bool]:
+    return list(globals()[name]())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_step_is_the_same_bit_for_bit(stage, limit):
+    """Beside the collectives of gloo; with buckets of large and small leaves, and without buckets."""
+    for mine, theirs in on_ranks(2, stepped, stage, limit):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@sl.pytree
+class Net:
+    up: Tensor = sl.spec("model/dp hidden")
+    scale: Tensor = sl.spec("hidden")
+    down: Tensor = sl.spec("hidden model/dp")
+    out: Tensor = sl.spec("model/dp hidden")
+
+
+def loss(w: Net, batch: Tensor) -> sl.Mean:
+    w = sl.gather(w, "dp")
+    x = sl.einsum("batch/dp model, model hidden -> batch/dp hidden", batch, w.up)
+    x = sl.rms_norm(x, w.scale)
+    x = sl.einsum("batch/dp hidden, hidden model -> batch/dp model", x, w.down)
+    x = sl.einsum("batch/dp model, model hidden -> batch/dp hidden", torch.tanh(x), w.out)
+    return sl.Mean.of("batch/dp hidden", x**2)
+
+
+def stepped(stage: int, limit: int | None) -> list[list[Tensor]]:
+    """Parameters after three steps, with messages and with the collectives of gloo."""
+    passes = [partial(bucket, limit=limit) if one is bucket else one for one in default]
+    found = []
+    for backend_of in (for_processes, lambda device, backend: (for_gloo,)):
+        jit.for_processes = backend_of
+        with sl.make_mesh(dp=2) as mesh:
+            train = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(Net), stage=stage))
+            state = train.init(sl.init(Net, sizes=dict(model=640, hidden=260), key=sl.random.key(0)))
+            step = sl.jit(train, donate_argnums=0, passes=passes)
+            for i in range(3):
+                x = torch.randn(8, 640, generator=torch.Generator().manual_seed(i + 10 * mesh.rank))
+                state, _ = step(state, sl.from_local(x, "batch/dp model"))
+            found.append([sl.gather(x) for x in tree.leaves(state.params)])
+    return found
 
 
 @pytest.mark.parametrize("backend, mine", [("graph", True), ("regional", True), ("inductor", False)])
 def test_programs_of_processes_use_them(backend, mine):
     """But one that is compiled as a whole, where a message's operand would be taken to be free."""
-    from shardlib.posted import POSTED
 
     def body(x):
         return sl.all_to_all("a/dp b -> a b/dp", x), x * sl.gather(x, "dp").sum()
@@ -84,5 +140,6 @@ def test_programs_of_processes_use_them(backend, mine):
         f = sl.jit(sl.shard_map(body, in_specs="a/dp b", out_specs=("a b/dp", "a/dp b")))
         module = f.lower(sl.shard(torch.ones(4, 4), "a/dp b")).module
     found = {n.target for n in applied(for_processes("cpu", backend), copied(module)).graph.nodes}
-    assert found >= {*(POSTED.values() if mine else POSTED)}
-    assert found.isdisjoint(POSTED if mine else POSTED.values())
+    ours = {MINE.posted_exchange.default, MINE.posted_gather.default}
+    theirs = {OPS.all_to_all_single.default, OPS.all_gather_into_tensor.default}
+    assert found >= (ours if mine else theirs) and found.isdisjoint(theirs if mine else ours)

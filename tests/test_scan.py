@@ -128,8 +128,8 @@ def test_logs_profiles_and_files_of_processes(monkeypatch, tmp_path):
             for a, b in zip(plain, got, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
         assert calls == [0 if rank else 5, 0] and said == ""  # the first rank traces for all, the next run not at all
-        kinds = {name.partition(" of ")[0] for name in waits}  # gloo scatters by an exchange, that of a turn too
-        assert kinds == {"all_gather over dp", "all_to_all over dp", "psum over dp"}
+        kinds = {name.partition(" of ")[0] for name in waits}  # a turn scatters by an exchange
+        assert kinds == {f"{op} over dp" for op in ("all_gather", "all_to_all", "psum_scatter", "psum")}
     logs = log.read(tmp_path / "logs")
     for lines in logs.values():
         running, most = [], 0

@@ -29,7 +29,7 @@ from shardlib.wire import SEND, SENT, members_by_rank
 
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "buckets"}  # what a copy of each counts as
-_COPIES = frozenset("clone constant_pad_nd cat own_slice unpack".split())
+_COPIES = frozenset("clone constant_pad_nd cat own_slice unpack posted_gather posted_exchange posted_scatter".split())
 HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 
 
@@ -145,12 +145,12 @@ class Storages:
         if node.target is PACK:
             return "buckets"
         node = source if isinstance(source, Node) and source.target is UNPACK else node
-        made = node.args[0] if node.target in STARTS else node
-        made = made if isinstance(made, Node) and made.target is PACK else node  # of a bucket's leaves
+        given = [x for i in node.all_input_nodes for x in (i.all_input_nodes if i.target is PACK else [i])]
+        given = given if node.target in STARTS else node.all_input_nodes  # of a bucket's leaves
         schema = getattr(node.target, "_schema", None)
         space, _, op = schema.name.partition("::") if schema else ("", "", "")
         if op in _COPIES or space == "_c10d_functional":
-            found = {_COPIED.get(self.kind(a), "other") for a in made.all_input_nodes}
+            found = {_COPIED.get(self.kind(a), "other") for a in given}
             return found.pop() if len(found) == 1 else "other"
         return "other"
 

@@ -15,10 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from shardlib import debug as debug  # defines an op
+from shardlib import posted
 from shardlib import wire as wire  # defines the ops
 from shardlib.flow import UNDECLARED
 from shardlib.policy import SAVE_NAME
-from shardlib.posted import POSTED
 from shardlib.switch import Switch
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -250,7 +250,7 @@ STARTS: dict[Any, str] = {
     torch.ops._c10d_functional.broadcast.default: "pbroadcast",
     torch.ops.shardlib.permute.default: "ppermute",
 }
-STARTS |= {mine: STARTS[theirs] for theirs, mine in POSTED.items()}
+STARTS |= {posted.GATHER: "all_gather", posted.EXCHANGE: "all_to_all", posted.SCATTER: "psum_scatter"}
 # those whose operand is kept until they have been waited for; the others send what becomes the result
 KEEP = {start for start, name in STARTS.items() if name not in ("psum", "pbroadcast", "ppermute")}
 

@@ -103,13 +103,15 @@ def bytes_sent(op: str, size: int, n: int) -> int:
 
 def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -> Collective:
     op, (name, n) = STARTS.get(node.target, "send"), group(node)
-    size = size_of(arg(node))
+    xs = arg(node) if isinstance(arg(node), (list, tuple)) else [arg(node)]
+    size = sum(map(size_of, xs))
     sent = bytes_sent(op, size, n)
     if op == "psum" and node.args[1] == "max":
         op = "pmax"
-    x = arg(node).meta["val"]  # type: ignore[union-attr]
-    said = node.meta.get("action") or _origin(arg(node), paths) or node.name
-    return Collective(said, op, name.split("/")[1], tuple(x.shape), x.dtype, sent, graph, times, part_of(node))
+    x = xs[0].meta["val"]
+    shape = tuple(x.shape) if len(xs) == 1 else (size // x.element_size(),)
+    said = node.meta.get("action") or _origin(xs[0] if len(xs) == 1 else node, paths) or node.name
+    return Collective(said, op, name.split("/")[1], shape, x.dtype, sent, graph, times, part_of(node))
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
@@ -117,7 +119,7 @@ def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
     while isinstance(x, Node) and x not in paths:
         if "gradient" in x.meta:
             return f"the gradient of {x.meta['gradient']}"
-        if x.target is PACK:
+        if x.target is PACK or x.target in STARTS:
             found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
             return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         if getattr(x.target, "overloadpacket", None) is torch.ops.aten.add:  # to those of other micro-batches
