@@ -1,6 +1,7 @@
 """Programs: a graph and the graphs it calls; how they run, and what they send."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload  # what an op in a graph is
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without storage
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,6 +26,7 @@ from shardlib.switch import Doing, Switch
 from shardlib.wire import SEND, resolve
 
 Run = Callable[[list[Tensor]], list[Tensor]]
+_CALLED = re.compile(r"torch\.ops\.\w+\.\w+\.\w+\(")
 BACKENDS = ("graph", "regional", "inductor", "cudagraph")
 
 
@@ -133,20 +136,34 @@ def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
 
 
 class _Boxed(CodeGen):
-    """A function of one list, which it empties: each value is freed after its last use, inputs too, and those that are
-    `unused` at once."""
+    """A function of one list, which it empties: each value is freed after its last use, inputs too, and those that
+    nothing reads at once. Ops are called as functions of C++, which takes half a microsecond less than by their names.
+    """
 
-    def __init__(self, unused: list[str]) -> None:
+    def __init__(self, graph: Graph) -> None:
         super().__init__()
-        self.unused = unused
+        self.unused = [n.name for n in inputs(graph) if not n.users]
+        ops = dict.fromkeys(n.target for n in graph.nodes if isinstance(n.target, OpOverload))
+        self.ops = {f"torch.ops.{op}(": (f"OP{i}", op._op) for i, op in enumerate(ops)}  # has no public name
+        graph.set_codegen(self)
+        graph.on_generate_code(lambda _: self.bound)
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [("OPS", tuple(op for _, op in self.ops.values()))]
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
         out = f"def {self._func_name}(self, boxed){maybe_return_annotation}:"
+        if self.ops:
+            out += f"\n    [{', '.join(name for name, _ in self.ops.values())}] = OPS"
         if names:
             out += f"\n    [{', '.join(names)}] = boxed\n    boxed.clear()"
             out += "".join(f"\n    {name} = None" for name in self.unused)
         return out
+
+    def bound(self, body: list[str]) -> list[str]:
+        """The lines of the code with the ops' own names."""
+        return [_CALLED.sub(lambda m: f"{self.ops[m[0]][0]}(", line) for line in body]
 
 
 def runner(module: GraphModule, backend: str) -> Run:
@@ -182,7 +199,7 @@ def _generated(module: GraphModule, made: dict[int, torch.nn.Module] | None = No
     for node in graph.find_nodes(op="call_module"):
         with graph.inserting_before(node):
             node.args = (graph.call_function(_listed, node.args),)
-    graph.set_codegen(_Boxed([n.name for n in inputs(graph) if not n.users]))
+    _Boxed(graph)
     out = GraphModule(module, graph)
     for target in {str(n.target) for n in graph.find_nodes(op="call_module")}:
         out.set_submodule(target, _taking_lists(out.get_submodule(target), made))
