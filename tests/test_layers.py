@@ -45,6 +45,7 @@ LAYERS = [
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
+        "graph.shorten",
         "graph.regather",
         "graph.recompute",
         "graph.buckets",
