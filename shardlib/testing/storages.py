@@ -21,7 +21,7 @@ from shardlib.simulate import run_lockstep
 from shardlib.switch import Switch
 from shardlib.wire import RECEIVE, SENT
 
-_PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
+_PATIENCE = 1.0  # seconds in which gloo's thread lets go of an operand, after the wait
 
 
 def memory(f: Callable[..., Any], *args: Any, rank: int = 0) -> list[Point]:
