@@ -163,7 +163,7 @@ class _Boxed(CodeGen):
 
     def bound(self, body: list[str]) -> list[str]:
         """The lines of the code with the ops' own names."""
-        return [_CALLED.sub(lambda m: f"{self.ops[m[0]][0]}(", line) for line in body]
+        return [_CALLED.sub(lambda m: f"{self.ops[m[0]][0]}(" if m[0] in self.ops else m[0], line) for line in body]
 
 
 def runner(module: GraphModule, backend: str) -> Run:
