@@ -23,10 +23,11 @@ from shardlib.graph.join import join as join
 from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.recompute import recompute as recompute
 from shardlib.graph.regather import regather as regather
+from shardlib.graph.shorten import shorten as shorten
 from shardlib.switch import Switch
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, regather, bucket, hoist, overlap, in_place, reuse, join)
+default: tuple[Pass, ...] = (dedupe, shorten, regather, bucket, hoist, overlap, in_place, reuse, join)
 
 
 def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:

@@ -39,14 +39,14 @@ class Switch(GraphModule):
         for i, node in enumerate(module.graph.nodes):
             if node.op == "call_module" and "doing" in node.meta:
                 named = f"{node.target}{AT}{i}"
-                module.add_submodule(named, _Doing(module.get_submodule(node.target), node.meta["doing"]))
+                module.add_submodule(named, Doing(module.get_submodule(node.target), node.meta["doing"]))
                 node.target = named
         module.delete_all_unused_submodules()
         module.recompile()
         return module
 
 
-class _Doing(torch.nn.Module):
+class Doing(torch.nn.Module):
     """A graph that is called to do something."""
 
     def __init__(self, graph: torch.nn.Module, doing: str) -> None:

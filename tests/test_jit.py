@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import tree
+from shardlib.graph import program as programs
 
 
 class Scaling:
@@ -228,3 +229,13 @@ def test_compiled_backends(backend):
                 state, metrics = step(state, batch)
             found.append(tree.leaves((sl.gather(state), metrics)))
         assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(*found, strict=True))
+
+
+def test_generated_code_looks_no_op_up():
+    """By its name an op takes longer to call than a small one to run."""
+    with mesh(dp=1):
+        x = sl.shard(torch.ones(2), "n")
+        module = sl.jit(sl.shard_map(lambda x: (x * 2).sin(), in_specs="n", out_specs="n")).lower(x).module
+        run: Any = programs._generated(module)
+    assert re.search(r"= OP\d\(", run.__self__.code) and "torch.ops." not in run.__self__.code
+    assert torch.equal(run([torch.ones(2)])[0], (torch.ones(2) * 2).sin())

@@ -45,6 +45,7 @@ LAYERS = [
     ["graph.joint", "scan"],
     [
         "graph.dedupe",
+        "graph.shorten",
         "graph.regather",
         "graph.recompute",
         "graph.buckets",
@@ -127,7 +128,7 @@ PRIVATE = {
     "graph.record": "dispatch modes, fake tensors, make_fx",
     "graph.trace": "fake tensors, make_fx",
     "scan": "functorch's levels",
-    "graph.program": "Inductor",
+    "graph.program": "Inductor, ops",
     "graph.in_place": "which ops have kernels",
     "graph.stored": "fake tensors, ops",
     "identity": "ops",

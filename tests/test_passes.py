@@ -144,9 +144,9 @@ def test_backends_leave_out_what_they_do_themselves():
         for backend in ("graph", "regional", "inductor", "cudagraph")
     }
     assert names["graph"] == [one.__name__ for one in passes.default]
-    assert names["regional"] == "dedupe regather bucket hoist overlap fuse in_place reuse join".split()
-    assert names["inductor"] == "dedupe regather bucket hoist overlap in_place".split()
-    assert names["cudagraph"] == "dedupe regather bucket hoist overlap in_place reuse".split()
+    assert names["regional"] == "dedupe shorten regather bucket hoist overlap fuse in_place reuse join".split()
+    assert names["inductor"] == "dedupe shorten regather bucket hoist overlap in_place".split()
+    assert names["cudagraph"] == "dedupe shorten regather bucket hoist overlap in_place reuse".split()
 
 
 @sl.pytree

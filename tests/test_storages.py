@@ -133,6 +133,16 @@ def test_micro_batches_count_within_their_step():
     assert {"microbatch", "step", "layer"} <= {p.graph for p in found}
 
 
+def test_an_operand_goes_within_the_call_that_reads_it_last():
+    """Alone on its mesh, a rank runs the code that processes run."""
+    with sl.make_mesh(dp=1, tp=1, simulate=True):
+        found, _ = measured(Stacked, 0, 1)
+    at = next(i for i, p in enumerate(found) if p.graph.startswith("layer_backward"))
+    end = next(i for i, p in enumerate(found[at:], at) if p.node == "output")
+    assert found[at].bytes["activations"] > found[end].bytes["activations"]
+    assert found[end].graph == found[at].graph
+
+
 def test_nodes_that_give_nothing_are_passed_by():
     with sl.make_mesh(dp=2, tp=1, simulate=True):
         _, state, batch = made(Stacked, 3, 1)

@@ -14,6 +14,8 @@ from shardlib.switch import Switch
 from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
+_MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.out
+_RESHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
 _SUM, _SUM_ = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default
 _PULL, _PULL_ = torch.ops.shardlib.token_scores_backward.default, torch.ops.shardlib.token_scores_backward_.default
@@ -47,8 +49,11 @@ def reuse(module: GraphModule) -> GraphModule:
 
         b = exp(a); c = b + 1             ->      b = exp(a); add.out(b, 1, out=b)
 
+        y = mm(a, b) + mm(c, d)           ->      y = mm(a, b); addmm.out(y, c, d, out=y)
+
     Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
     """
+    _sums_of_products(module.graph)
     storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         _written_into(node, storages, given=False)
@@ -182,6 +187,39 @@ def _over_logits(node: Node, storages: _Storages) -> None:
             emit(_PULL_, node.args, node)
         node.replace_all_uses_with(logits)
         storages.readers[held[0]] = storages.readers.pop(node, set())
+
+
+def _sums_of_products(graph: Graph) -> None:
+    """A product of matrices that is only added to another is added by the product itself."""
+    order, sums = positions(graph), dict[Node, set[Node]]()  # by product what adds to it
+    for node in list(graph.nodes):
+        shape = node.target is _ADD and node.meta["val"].shape
+        if not shape or node.kwargs or node.args[0] is node.args[1]:
+            continue
+        chains = [_product(x, sums) for x in node.args]
+        first, second = sorted(chains, key=lambda chain: order[chain[-1]] if chain else -1)
+        alike = first and second[-1] not in sums and _alike(first[-1], second[-1])
+        if not alike or any(chain[0].meta["val"].shape != shape for chain in chains):
+            continue
+        with graph.inserting_before(second[-1]):
+            new = graph.call_function(_ADDMM, (first[-1], *second[-1].args), {"out": first[-1]})
+        new.meta = second[-1].meta
+        sums.setdefault(first[-1], set()).add(new)
+        first[0].meta = node.meta | {"val": first[0].meta["val"]}
+        node.replace_all_uses_with(first[0])
+        for gone in (node, *second):
+            graph.erase_node(gone)
+
+
+def _product(x: Any, sums: dict[Node, set[Node]]) -> list[Node]:
+    """A value and what it is a view of, down to a product; none where it is no product, or something else reads it."""
+    chain = list[Node]()
+    while isinstance(x, Node) and len({*x.users} - sums.get(x, set())) == 1:
+        chain.append(x)
+        if x.target is _MM:
+            return chain
+        x = arg(x) if x.target in _RESHAPE else None
+    return []
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:

@@ -61,9 +61,12 @@ def alive(module: GraphModule, donated: Collection[int] = (), turn: int = 0) -> 
     `donated`: the arguments whose memory is given up, if it was traced without; other inputs stay to the end. `turn`:
     the index of the rank in its pipeline.
     """
-    given = inputs(module.graph)
-    gone = ["donated" in n.meta or n.meta.get("path", "").split(".")[0] in map(str, donated) for n in given]
-    return list(holding(module, turn).points(Counter(), gone))
+    held, base = holding(module, turn), Counter[str]()
+    for n in held.inputs:
+        base[held.kinds[n]] += held.bytes[n]
+    numbers = {*map(str, donated)}
+    gone = [n for n in held.inputs if "donated" in n.meta or n.meta.get("path", "").split(".")[0] in numbers]
+    return list(held.points(base, [_Leaving(held.kinds[n], held.bytes[n], {n}) for n in gone]))
 
 
 def turns(module: GraphModule) -> int:
@@ -95,6 +98,15 @@ def holding(module: GraphModule, turn: int = 0) -> "Storages":
 def _of_path(path: str) -> str:
     """The kind of an argument's or a result's leaf: `0.params.w` holds a parameter."""
     return _BY_FIELD.get(path.split(".")[1] if "." in path else "", "other")
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A storage that goes with its last use in a graph: what it holds, its bytes, which values lie in it."""
+
+    kind: str
+    bytes: int
+    roots: set[Any]
 
 
 class Storages:
@@ -219,26 +231,40 @@ class Storages:
                 self.begins.setdefault(node, []).append(key)
             yield start, [*given, *(key for key, _, _ in inside)]
 
-    def points(self, base: Counter[str], donated: Sequence[bool] = ()) -> Iterator[Point]:
-        """Every point, `base` being alive besides. `donated`: for each input whether it goes with its last use; none
-        is given for a called graph, whose inputs are in `base`."""
-        stay = {n for n, gone in zip(self.inputs, donated or [False] * len(self.inputs), strict=True) if not gone}
-        dying: dict[Node, list[Any]] = {}
-        for key, node in self.ends.items():
-            if key in self.bytes and key not in stay:
-                dying.setdefault(node, []).append(key)
+    def points(self, base: Counter[str], given: Sequence[_Leaving]) -> Iterator[Point]:
+        """Every point, `base` being alive before the first. `given`: what of that, among the inputs, goes in here."""
+        dying: dict[Node, list[_Leaving]] = {}
+        for key, end in self.ends.items():
+            if key in self.bytes and key not in self.inputs:
+                dying.setdefault(end, []).append(_Leaving(self.kinds[key], self.bytes[key], {key}))
+        order = positions(self.graph)
+        for one in given:
+            dying.setdefault(max((self.ends[n] for n in one.roots), key=order.__getitem__), []).append(one)
         now = base.copy()
-        for node in self.inputs if donated else ():
-            now[self.kinds[node]] += self.bytes[node]
         for node in self.graph.nodes:
             if node in self.called:
-                yield from self.called[node].points(now)
+                handed = self._handed(node, dying.get(node, []))
+                yield from self.called[node].points(now, [*handed.values()])
+                dying[node] = [one for one in dying.get(node, ()) if id(one) not in handed]
+                for one in handed.values():
+                    now[one.kind] -= one.bytes
             if node.op != "placeholder":
                 for key in self.begins.get(node, ()):
                     now[self.kinds[key]] += self.bytes[key]
                 yield Point(self.name, node.name, now.copy())
-            for key in dying.get(node, ()):
-                now[self.kinds[key]] -= self.bytes[key]
+            for one in dying.get(node, ()):
+                now[one.kind] -= one.bytes
+
+    def _handed(self, call: Node, dying: Sequence[_Leaving]) -> dict[int, _Leaving]:
+        """By id, what of that which goes with a call goes inside: its operands, but those that it gives back."""
+        child, found = self.called[call], dict[int, _Leaving]()
+        back = {root for result in child.results for root in child.roots.get(result, ())}
+        for one in dying:
+            given = zip(child.inputs, call.args, strict=True)
+            inside: set[Any] = {n for n, x in given if isinstance(x, Node) and self.roots[x] & one.roots}
+            if inside and not inside & back:
+                found[id(one)] = _Leaving(one.kind, one.bytes, inside)
+        return found
 
 
 def _bytes(value: Any) -> int:

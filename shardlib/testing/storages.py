@@ -21,17 +21,17 @@ from shardlib.simulate import run_lockstep
 from shardlib.switch import Switch
 from shardlib.wire import RECEIVE, SENT
 
-_PATIENCE = 0.1  # seconds in which gloo's thread lets go of an operand, after the wait
+_PATIENCE = 1.0  # seconds in which gloo's thread lets go of an operand, after the wait
 
 
 def memory(f: Callable[..., Any], *args: Any, rank: int = 0) -> list[Point]:
     """Run a jitted function once; what is alive on a rank at every node, of each kind: the bytes of its storages.
 
     The points are what `f.lower(*args).memory()` takes the largest of, by counting instead of reading the graphs; kinds
-    are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective or call, and
-    room for a message from when it is asked for, as processes keep them. All ranks of a mesh of processes call it, and
-    each gets its own points; on a simulated mesh they are those of `rank`, which differ from others' in a pipeline.
-    Raises `SpecError` where `f` is not jitted.
+    are its. Runs as `backend="graph"`, on a simulated mesh with operands kept to the end of a collective, and room for
+    a message from when it is asked for, as processes keep them. All ranks of a mesh of processes call it, and each gets
+    its own points; on a simulated mesh they are those of `rank`, which differ from others' in a pipeline. Raises
+    `SpecError` where `f` is not jitted.
     """
     if not isinstance(f, Jitted):
         raise SpecError(f"testing.memory takes what `sl.jit` returns, not {f!r}")
@@ -61,7 +61,7 @@ class _Known:
 
 @dataclass
 class _Running:
-    """A node that runs: its graph, what was alive before, the operands of a collective or a call."""
+    """A node that runs: its graph, what was alive before and is held while it runs, the operands of a collective."""
 
     graph: Storages
     node: Node
@@ -97,10 +97,11 @@ class _Recorder:
         """The node `i` of the innermost graph runs next."""
         here = self.graphs[-1]
         node = here.nodes[i]
-        if not self.holds and node.target is not SENT:  # the process group and the caller do
+        if not self.holds and node.target is not SENT:  # the process group does
             storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in HELD}
             operands = tuple(StorageWeakRef(s) for k, s in storages.items() if k not in self.given)
-        self.running.append(_Running(here, node, self.alive(), operands))
+        before = [] if node in here.called else self.alive()  # a called graph frees its operands itself
+        self.running.append(_Running(here, node, before, operands))
         if node in here.called:
             self.graphs.append(here.called[node])
         elif node.op == "output":
@@ -171,7 +172,7 @@ def _telling(module: GraphModule, given: Graph) -> Graph:
     for i, node in enumerate(given.nodes):
         calls = node.op == "call_module" and not isinstance(module.get_submodule(str(node.target)), Island)
         if node.op != "placeholder":
-            told = calls or node.target in HELD or node.target is SENT
+            told = node.target in HELD or node.target is SENT
             graph.call_function(_starts, (recorder, i, *([made[x] for x in node.all_input_nodes] if told else [])))
         made[node] = graph.node_copy(node, made.__getitem__)
         if calls:
