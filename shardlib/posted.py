@@ -73,18 +73,19 @@ def _scatter(xs: list[Tensor], size: int, group: str) -> Tensor:
 
 
 def _sum(arrived: Tensor, xs: list[Tensor], size: int, group: str) -> Tensor:
-    """The sums of what has arrived and the member's own rows, in the order of members."""
-    me, out = resolve(group).rank(), arrived.new_empty(arrived.shape[1])
+    """The sums of what has arrived and the member's own rows, in the order of members; of 16 bits in float32."""
+    me, wide = resolve(group).rank(), arrived.dtype if arrived.dtype.itemsize > 2 else torch.float32
+    out = arrived.new_empty(arrived.shape[1], dtype=wide)
     at = 0
     for x in xs:
         own = x.view(size, -1)[me]
         rows = [row[at : at + len(own)] for row in arrived]
         first, second, *rest = [*rows[:me], own, *rows[me:]]
-        total = torch.add(first, second, out=out[at : at + len(own)])
+        total = torch.add(first.to(wide), second, out=out[at : at + len(own)])
         for row in rest:
             total += row
         at += len(own)
-    return out
+    return out.to(arrived.dtype)
 
 
 def _gathered(xs: list[Tensor], size: int, group: str) -> Tensor:

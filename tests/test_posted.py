@@ -54,15 +54,16 @@ def exchanged() -> Any:
 
 
 def scattered() -> Any:
-    """The same on every rank bit for bit as adding the pieces in the order of ranks."""
+    """Bit for bit as adding the pieces in the order of ranks, of 16 bits in float32."""
     with sl.make_mesh(dp=RANKS) as mesh:
         group = mesh.group(("dp",))
         keys = [torch.Generator().manual_seed(r) for r in range(RANKS)]
         every = [[torch.randn(RANKS, *shape, generator=key) for shape in SHAPES] for key in keys]
-        mine = every[mesh.rank]
-        found = MINE.posted_sum(wait(MINE.posted_scatter(mine, RANKS, group)), mine, RANKS, group)
-        wanted = [(a[mesh.rank] + b[mesh.rank]) + c[mesh.rank] for a, b, c in zip(*every, strict=True)]
-        yield torch.equal(found, torch.cat([y.view(-1) for y in wanted]))
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = [x.to(dtype) for x in every[mesh.rank]]
+            found = MINE.posted_sum(wait(MINE.posted_scatter(mine, RANKS, group)), mine, RANKS, group)
+            rows = [[x.to(dtype).to(torch.float32)[mesh.rank].view(-1) for x in xs] for xs in every]
+            yield torch.equal(found, torch.cat([(a + b) + c for a, b, c in zip(*rows, strict=True)]).to(dtype))
 
 
 def crossing() -> Any:
