@@ -34,8 +34,9 @@ def _run(command: str, check: bool = True) -> None:
 
 
 @contextmanager
-def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
-    """The hosts, while inside; each sends at most `rate` (`1gbit`), shaped by a token bucket of 1 MB."""
+def two_hosts(rate: str, burst: str = "1mb") -> Iterator[tuple[Host, Host]]:
+    """The hosts, while inside; each sends at most `rate` (`1gbit`), shaped by a token bucket: after it has sent nothing
+    for a while, `burst` at once."""
     a, b = HOSTS
     for left in Path("/run/netns").glob("shardlib-*"):  # of processes that were killed
         named = re.fullmatch(r"shardlib-(\d+)-[12]", left.name)
@@ -50,7 +51,7 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
             _run(f"{inside} addr add {host.address}/24 dev {host.interface}")
             _run(f"{inside} link set lo up")
             _run(f"{inside} link set {host.interface} up")
-            shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst 1mb latency 50ms"
+            shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms"
             _run(f"{' '.join(host.prefix)} {shape}")
         yield a, b
     finally:

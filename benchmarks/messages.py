@@ -3,8 +3,9 @@
     python -m benchmarks.messages [--link 215mbit] [--mb 4] [--count 8] [--rounds 5] [--json]
 
 Two ranks on two hosts (network namespaces) joined by a link of that rate, each of which sends half of `mb` megabytes,
-`count` times one after the other, with 1, 2 or all in flight. Medians over rounds, and the largest; the wire carries
-packets of 1514 bytes with 1448 of them payload. Needs root.
+`count` times one after the other, with 1, 2 or all in flight. In turn one of them is `late` by some milliseconds, as
+ranks that compute are. Medians over rounds, and the largest; the wire carries packets of 1514 bytes with 1448 of them
+payload. Needs root.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def begun(mesh: Mesh, mb: int) -> dict[str, Any]:
     }
 
 
-def serve(mb: int, count: int, rounds: int) -> None:
+def serve(mb: int, count: int, rounds: int, late: float) -> None:
     """A rank: the seconds of every round, by what was done and how many were in flight."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
@@ -53,8 +54,9 @@ def serve(mb: int, count: int, rounds: int) -> None:
                     dist.barrier()
                     began = time.perf_counter()
                     waiting = []
-                    for _ in range(count):
+                    for i in range(count):
                         waiting.append(start())
+                        time.sleep((mesh.rank + i) % 2 * late / 1e3)
                         if len(waiting) == flying:
                             torch.ops._c10d_functional.wait_tensor(waiting.pop(0))
                     for x in waiting:
@@ -71,14 +73,15 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=4)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--late", type=float, default=4, help="milliseconds")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(args.mb, args.count, args.rounds)
+        return serve(args.mb, args.count, args.rounds, args.late)
     command = [sys.executable, "-m", "benchmarks.messages", "--serve"]
-    command += [f"--{k}={getattr(args, k)}" for k in ("mb", "count", "rounds")]
-    with two_hosts(args.link) as hosts:
+    command += [f"--{k}={getattr(args, k)}" for k in ("mb", "count", "rounds", "late")]
+    with two_hosts(args.link, burst="128kb") as hosts:
         ranks = []
         for rank, host in enumerate(hosts):
             own = dict(RANK=rank, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1, MASTER_PORT=29500)
