@@ -11,7 +11,7 @@ REST, THREADS, OTHER = "outside ops", "other threads", "element-wise"
 # each op counts for the first kind one of whose words is in its name, in torch's words or shardlib's
 KINDS = {
     "waits": "wait_tensor barrier",
-    "collectives begun": "c10d gloo posted",
+    "collectives begun": "c10d gloo posted_gather posted_exchange posted_scatter",
     "attention": "attention",
     "products": "mm linear matmul",
     "optimizer": "adam",

@@ -15,7 +15,7 @@ import shardlib as sl
 from shardlib import passes, tree
 from shardlib.graph.buckets import UNPACK
 from shardlib.graph.forms import ARRANGE
-from shardlib.graph.gloo import for_gloo
+from shardlib.graph.gloo import by_messages, for_gloo
 from shardlib.graph.nodes import STARTS, WAIT, ancestors, group
 from shardlib.graph.program import copied, graphs
 from shardlib.simulate import run_lockstep
@@ -174,6 +174,11 @@ def test_for_gloo_keeps_values(scan):
         own = passes.applied([for_gloo], copied(program.module))
         plain, other = ({op for _, m in graphs(module) for op in ops(m)} for module in (program.module, own))
         assert "psum_scatter" in plain and "psum_scatter" not in other
+        sent = {
+            n.target for _, m in graphs(passes.applied([by_messages], copied(program.module))) for n in m.graph.nodes
+        }
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+        assert sent.isdisjoint(getattr(torch.ops._c10d_functional, name).default for name in names)
         inputs = [[x.shards[r] for x in tree.leaves((state, batch))] for r in range(mesh.total)]
         plain, other = (run_lockstep(mesh, m, [list(i) for i in inputs]) for m in (program.module, own))
         for a, b in zip(plain, other, strict=True):

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 import shardlib as sl
 from shardlib import jit, tree
+from shardlib.graph.buckets import PACK
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.program import copied
 from shardlib.passes import applied, bucket, default, for_processes
@@ -111,6 +113,47 @@ def loss(w: Net, batch: Tensor) -> sl.Mean:
     x = sl.einsum("batch/dp hidden, hidden model -> batch/dp model", x, w.down)
     x = sl.einsum("batch/dp model, model hidden -> batch/dp hidden", torch.tanh(x), w.out)
     return sl.Mean.of("batch/dp hidden", x**2)
+
+
+def alone(target: Any, module: GraphModule) -> list[list[bool]]:
+    """For each node of an op, which of the tensors that it sends are not packed."""
+    return [[x.target is not PACK for x in n.args[0]] for n in module.graph.nodes if n.target is target]
+
+
+def test_large_tensors_are_sent_from_where_they_are():
+    """But for those whose dims change places, and those that the step returns."""
+    with sl.make_mesh(dp=2, simulate=True):
+        found = {}
+        for stage in (1, 3):
+            train = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(Net), stage=stage))
+            state = train.init(sl.init(Net, sizes=dict(model=640, hidden=260), key=sl.random.key(0)))
+            batch = sl.shard(torch.ones(16, 640), "batch/dp model")
+            module = applied(for_processes("cpu", "graph"), copied(sl.jit(train).lower(state, batch).module))
+            found[stage] = alone(MINE.posted_gather.default, module), alone(MINE.posted_scatter.default, module)
+    assert found[1] == ([[False]], [[True, False, True]])
+    assert found[3] == ([[True, False, True], [False]], [[True, False, True]])  # again: `down` alone
+
+
+def overwritten() -> bool:
+    """An operand that is written into while its bucket is on the wire; the sums are as they were without passes."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        a, b = 2 * x, 3 * x
+        one, two = (sl.psum_scatter("n m +dp -> n/dp m", y) for y in (a, b))
+        return one, two, torch.exp(a)
+
+    with sl.make_mesh(dp=2) as mesh:
+        x = sl.from_local(torch.arange(4.0 * 40_000).view(4, 40_000).remainder(3) + mesh.rank, "k/dp m")
+        run = sl.shard_map(f, in_specs="k/dp m", out_specs=("n/dp m", "n/dp m", "k/dp m"))
+        plain, other = sl.jit(run, passes=[]), sl.jit(run)
+        module = other.lower(x).running()
+        writes = any(n.target is torch.ops.aten.exp.out for n in module.graph.nodes)
+        same = [torch.equal(a.shards[0], b.shards[0]) for a, b in zip(plain(x), other(x), strict=True)]
+        return writes and all(same) and alone(MINE.posted_scatter.default, module) == [[False, True]]
+
+
+def test_what_is_written_into_is_packed():
+    assert all(on_ranks(2, overwritten))
 
 
 def stepped(stage: int, limit: int | None) -> list[list[Tensor]]:

@@ -42,7 +42,19 @@ def test_a_negative_factor_is_a_difference(turned):
     assert torch.equal(plain, short)
 
 
+def written(x: Tensor) -> Tensor:
+    a = x.sin()
+    product = torch.neg(a) * x
+    a.mul_(2)
+    return x.cos() + product
+
+
 OTHERS = {
+    "a factor is written into": written,
+    "a mask": lambda x: (x > 0) + torch.neg(x) * x,
+    "small integers": lambda x: x.cos() + torch.neg((x * 9).to(torch.int8)) * x,
+    "read twice": lambda x: (y := torch.neg(x) * x) + y,
+    "laid out otherwise": lambda x: torch.neg(x.transpose(0, 1)) * x.transpose(0, 1).cos() + x.view(3, 2, 2, 4),
     "neg read again": lambda x: x.cos() + (y := torch.neg(x)) * x + y,
     "product read again": lambda x: x.cos() + (y := torch.neg(x) * x) + y,
     "another factor": lambda x: torch.add(x, torch.neg(x) * x, alpha=2),

@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from shardlib import posted
 from shardlib.graph.buckets import PACK, UNPACK
-from shardlib.graph.forms import arranged
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import (
     STARTS,
@@ -20,6 +19,7 @@ from shardlib.graph.nodes import (
     emit,
     group,
     inputs,
+    outputs,
     positions,
     roots,
     size_of,
@@ -31,10 +31,10 @@ EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _SMALL = 1 << 18  # bytes below which a tensor goes with others
 
 
-def for_gloo(module: GraphModule) -> GraphModule:
+def for_gloo(module: GraphModule, exchange: Any = EXCHANGE) -> GraphModule:
     """Scatter sums by an exchange, and add what arrives; also where a called graph starts what its caller waits for.
 
-        y = psum_scatter(x)       ->      y = sum(all_to_all(x))
+        y = psum_scatter(x)       ->      y = sum(exchange(x))
 
     gloo's own makes the whole sum on every rank first: it sends n times what is needed (measured for n = 2 and 4:
     2 (n-1)/n of the operand's bytes for (n-1)/n, and 1.7 to 2 times the CPU time).
@@ -48,7 +48,7 @@ def for_gloo(module: GraphModule) -> GraphModule:
         name, n = group(start)
         rows = start.meta["val"].shape
         with start.graph.inserting_before(start):
-            sent = emit(EXCHANGE, (arg(start), [rows[0]] * n, [rows[0]] * n, name), start)
+            sent = emit(exchange, (arg(start), [rows[0]] * n, [rows[0]] * n, name), start)
         start.replace_all_uses_with(sent)
         start.graph.erase_node(start)
         for wait in ends:
@@ -73,6 +73,7 @@ def by_messages(module: GraphModule) -> GraphModule:
     graph returns, are packed as they were, with their neighbours.
     """
     order, held = positions(module.graph), roots(module.graph)
+    returned = {r for x in outputs(module.graph) for r in held.get(x, ())}  # which is to have storage of its own
     written = [{r for a in _written(module, n) for r in held[a]} for n in module.graph.nodes]
     for start in [n for n in module.graph.nodes if n.target in STARTS]:
         wait = next(iter(start.users), start)
@@ -81,15 +82,16 @@ def by_messages(module: GraphModule) -> GraphModule:
         first = arg(start) if arg(start).target is PACK else start
         changed = set[Node]().union(*written[order[first] : order[wait]])
 
-        def alone(x: Node, changed: set[Node] = changed) -> bool:
+        def alone(x: Node, result: Node | None = None, changed: set[Node] = changed) -> bool:
             large = x.meta["val"].is_contiguous() and size_of(x) >= _SMALL
-            return large and x in held and changed.isdisjoint(held[x])
+            free = x in held and changed.isdisjoint(held[x])
+            return large and free and (result is None or returned.isdisjoint(held[result]))
 
         if _scatters(start):
             _scatter(start, wait, alone)
         elif STARTS[start.target] == "all_gather":
             _gather(start, wait, alone)
-    for node in for_gloo(module).graph.nodes:
+    for node in for_gloo(module, posted.EXCHANGE).graph.nodes:
         if node.target is EXCHANGE:
             node.target = posted.EXCHANGE
         elif STARTS.get(node.target) == "all_gather" and node.target is not posted.GATHER:
@@ -113,26 +115,20 @@ def _written(module: GraphModule, node: Node) -> list[Node]:
     return [x for x, given in zip(node.args, inputs(child.graph), strict=True) if "donated" in given.meta]  # type: ignore[misc]
 
 
-def _leaves(x: Node) -> bool:
-    """Whether the graph returns a value or a view of it, which is to have storage of its own."""
-    return any(u.op == "output" for n in arranged(x) for u in n.users)
-
-
-def _runs(xs: Sequence[Node], alone: Sequence[bool]) -> list[tuple[bool, list[int]]]:
+def _runs(alone: Sequence[bool]) -> list[tuple[bool, list[int]]]:
     """The numbers of tensors, each alone or together with its neighbours."""
-    runs = groupby(range(len(xs)), key=lambda i: i if alone[i] else -1)
+    runs = groupby(range(len(alone)), key=lambda i: i if alone[i] else -1)
     return [(i >= 0, [*some]) for i, some in runs]
 
 
-def _gather(start: Node, wait: Node, alone: Callable[[Node], bool]) -> None:
-    """A gather of a bucket, without copies for the tensors that are sent `alone`."""
-    pack, unpack = arg(start), next(iter(wait.users))
+def _gather(start: Node, wait: Node, alone: Callable[[Node, Node | None], bool]) -> None:
+    """A gather of a bucket, without copies for the tensors that are sent `alone`, which are told with their results."""
+    pack, unpack = arg(start), next(iter(wait.users), wait)
     if pack.target is not PACK or unpack.target is not UNPACK or len(pack.users) > 1 or len(wait.users) > 1:
         return
     xs, n, shapes, orders = arg(pack), *(arg(unpack, i) for i in (1, 2, 3))
     items: dict[int, Node] = {arg(u, 1): u for u in unpack.users}
-    stays = [i not in items or not _leaves(items[i]) for i in range(len(xs))]
-    runs = _runs(xs, [alone(x) and stay and o == sorted(o) for x, stay, o in zip(xs, stays, orders, strict=True)])
+    runs = _runs([alone(x, items.get(i)) and orders[i] == sorted(orders[i]) for i, x in enumerate(xs)])
     sent = _sent(start, runs, xs, 1)
     with start.graph.inserting_before(start):
         start.replace_all_uses_with(emit(posted.GATHER, (sent, n, group(start)[0]), start))
@@ -157,7 +153,7 @@ def _scatter(start: Node, wait: Node, alone: Callable[[Node], bool]) -> None:
     name, n = group(start)
     pack = arg(start)
     xs = arg(pack) if pack.target is PACK else [pack]
-    sent = _sent(start, _runs(xs, [alone(x) for x in xs]), xs, n)
+    sent = _sent(start, _runs([alone(x) for x in xs]), xs, n)
     with start.graph.inserting_before(start):
         begun = emit(posted.SCATTER, (sent, n, name), start)
     with wait.graph.inserting_before(wait):

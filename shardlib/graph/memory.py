@@ -157,8 +157,9 @@ class Storages:
         if node.target is PACK:
             return "buckets"
         node = source if isinstance(source, Node) and source.target is UNPACK else node
-        given = [x for i in node.all_input_nodes for x in (i.all_input_nodes if i.target is PACK else [i])]
-        given = given if node.target in STARTS else node.all_input_nodes  # of a bucket's leaves
+        given = node.all_input_nodes
+        if node.target in STARTS:  # of a bucket's leaves
+            given = [x for i in given for x in (i.all_input_nodes if i.target is PACK else [i])]
         schema = getattr(node.target, "_schema", None)
         space, _, op = schema.name.partition("::") if schema else ("", "", "")
         if op in _COPIES or space == "_c10d_functional":

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardlib.switch import Doing, Switch
 from shardlib.wire import SEND, resolve
 
 Run = Callable[[list[Tensor]], list[Tensor]]
-_CALLED = re.compile(r"torch\.ops\.\w+\.\w+\.\w+\(")
+_CALLED = re.compile(r"^(\s*(?:\w+(?: : [^=]*)? = )?)(torch\.ops\.\w+\.\w+\.\w+\()", re.MULTILINE)
 BACKENDS = ("graph", "regional", "inductor", "cudagraph")
 
 
@@ -113,8 +113,17 @@ def _collective(node: Node, graph: str, times: int, paths: Mapping[Node, str]) -
         op = "pmax"
     x = xs[0].meta["val"]
     shape = tuple(x.shape) if len(xs) == 1 else (size // x.element_size(),)
-    said = node.meta.get("action") or _origin(xs[0] if len(xs) == 1 else node, paths) or node.name
+    said = node.meta.get("action") or _origins(xs, paths) or node.name
     return Collective(said, op, name.split("/")[1], shape, x.dtype, sent, graph, times, part_of(node))
+
+
+def _origins(xs: Sequence[Any], paths: Mapping[Node, str]) -> str | None:
+    """Of what is sent, several values or one, perhaps packed."""
+    xs = [y for x in xs for y in (x.all_input_nodes if isinstance(x, Node) and x.target is PACK else [x])]
+    if len(xs) == 1:
+        return _origin(xs[0], paths)
+    found = [_origin(y, paths) or y.name for y in xs]
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
@@ -122,9 +131,8 @@ def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
     while isinstance(x, Node) and x not in paths:
         if "gradient" in x.meta:
             return f"the gradient of {x.meta['gradient']}"
-        if x.target is PACK or x.target in STARTS:
-            found = [_origin(y, paths) or y.name for y in x.all_input_nodes]
-            return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        if x.target is PACK:
+            return _origins([x], paths)
         if getattr(x.target, "overloadpacket", None) is torch.ops.aten.add:  # to those of other micro-batches
             found = [_origin(y, paths) or "" for y in x.all_input_nodes]
             return next((name for name in found if name.startswith("the gradient of")), None)
@@ -165,7 +173,7 @@ class _Boxed(CodeGen):
 
     def bound(self, body: list[str]) -> list[str]:
         """The lines of the code with the ops' own names."""
-        return [_CALLED.sub(lambda m: f"{self.ops[m[0]][0]}(" if m[0] in self.ops else m[0], line) for line in body]
+        return [_CALLED.sub(lambda m: f"{m[1]}{self.ops[m[2]][0]}(" if m[2] in self.ops else m[0], x) for x in body]
 
 
 def runner(module: GraphModule, backend: str) -> Run:

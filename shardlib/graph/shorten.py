@@ -16,17 +16,18 @@ def shorten(module: GraphModule) -> GraphModule:
         z + (-x) * y                               ->      z - x * y
         clone(permute(cat([a, b], 3), order))      ->      cat([permute(a, order), permute(b, order)], 2)
 
-    The backward passes of rotations (of rotary positions) have both. Bitwise the same.
+    The backward passes of rotations (of rotary positions) have both. Bitwise the same: only of floating-point values of
+    one dtype, which nothing writes into, and with results that lie in memory as they did.
     """
     fixed = written(module.graph)
     for node in list(module.graph.nodes):
-        if node in fixed or fixed & {*node.all_input_nodes}:
+        if node.kwargs.keys() - {"memory_format"} or node in fixed:
             continue
         with module.graph.inserting_before(node):
             if node.target is aten.add.Tensor:
-                _without_neg(node)
+                _without_neg(node, fixed)
             elif node.target is aten.clone.default:
-                _in_order(node)
+                _in_order(node, fixed)
     return dead_code(module)
 
 
@@ -35,25 +36,29 @@ def _only(x: Any, target: Any) -> bool:
     return isinstance(x, Node) and x.target is target and len(x.users) == 1 and not x.kwargs
 
 
-def _without_neg(total: Node) -> None:
+def _without_neg(total: Node, fixed: set[Node]) -> None:
     for product, other in (total.args, total.args[::-1]):
-        if total.kwargs or not _only(product, aten.mul.Tensor) or not isinstance(other, Node):
+        if product is other or not _only(product, aten.mul.Tensor):
             continue
-        factors = list(product.args)  # type: ignore[union-attr]
+        factors: list[Any] = list(product.args)  # type: ignore[union-attr]
         at = next((i for i, x in enumerate(factors) if _only(x, aten.neg.default)), None)
-        if at is not None:
-            factors[at] = arg(factors[at])  # type: ignore[arg-type]
+        if at is None:
+            continue
+        factors[at] = arg(factors[at])
+        values = [total, product, other, *factors]
+        dtypes = {x.meta["val"].dtype if isinstance(x, Node) else None for x in values}
+        if len(dtypes) == 1 and total.meta["val"].is_floating_point() and fixed.isdisjoint(values):
             positive = emit(aten.mul.Tensor, tuple(factors), product)  # type: ignore[arg-type]
             return _instead(total, emit(aten.sub.Tensor, (other, positive), total))
 
 
-def _in_order(copy: Node) -> None:
+def _in_order(copy: Node, fixed: set[Node]) -> None:
     """What is put together in the order in which it is wanted needs no copy."""
     turned: Any = arg(copy)
     if copy.kwargs.get("memory_format") is not torch.contiguous_format or not _only(turned, aten.permute.default):
         return
     joined, order = turned.args
-    if not _only(joined, aten.cat.default):
+    if not _only(joined, aten.cat.default) or not fixed.isdisjoint([joined, *joined.args[0]]):
         return
     parts, dim = joined.args[0], joined.args[1] if len(joined.args) > 1 else 0
     rank = len(order)
@@ -61,11 +66,11 @@ def _in_order(copy: Node) -> None:
         return
     order = [i % rank for i in order]
     each = [emit(aten.permute.default, (x, order), turned) for x in parts]
-    new = emit(aten.cat.default, (each, order.index(dim % rank)), copy)
-    if new.meta["val"].stride() == copy.meta["val"].stride():
-        _instead(copy, new)
+    _instead(copy, emit(aten.cat.default, (each, order.index(dim % rank)), copy))
 
 
 def _instead(old: Node, new: Node) -> None:
-    old.replace_all_uses_with(new)
-    new.meta = old.meta
+    """Put a node in place of another, if it lies in memory like that."""
+    if new.meta["val"].stride() == old.meta["val"].stride():
+        old.replace_all_uses_with(new)
+        new.meta = old.meta

@@ -98,7 +98,8 @@ class _Recorder:
         here = self.graphs[-1]
         node = here.nodes[i]
         if not self.holds and node.target is not SENT:  # the process group does
-            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands if node.target in HELD}
+            sent = [x for x, n in zip(operands, node.all_input_nodes, strict=False) if _lets_go(here, n)]
+            storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in sent if node.target in HELD}
             operands = tuple(StorageWeakRef(s) for k, s in storages.items() if k not in self.given)
         before = [] if node in here.called else self.alive()  # a called graph frees its operands itself
         self.running.append(_Running(here, node, before, operands))
@@ -144,6 +145,12 @@ class _Recorder:
         for x in found.values():
             total[x.kind] += x.bytes
         self.points.append(Point(now.graph.name, now.node.name, total))
+
+
+def _lets_go(graph: Storages, sent: Node) -> bool:
+    """Whether nothing needs an operand that is sent but the wait for it, or what the graph returns that to."""
+    ends = {graph.ends[r].target for r in graph.roots[sent] if r in graph.ends}
+    return ends <= {WAIT, SENT, "output"}
 
 
 def _starts(recorder: _Recorder, i: int, *operands: Any) -> None:
