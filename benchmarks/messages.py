@@ -20,12 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.bound import rate_of
+from benchmarks.bound import PACKET, rate_of
 from benchmarks.link import two_hosts
 from shardlib import make_mesh
 from shardlib.mesh import Mesh
-
-PACKET = 1514 / 1448
 
 
 def begun(mesh: Mesh, mb: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.bound import Block, bounds, rate_of, schedule
+from benchmarks.bound import PACKET, Block, bounds, rate_of, schedule
 
 BLOCKS = [Block(name, forward=1.0, backward=2.0, update=0.5, bytes=1) for name in ("one", "two")]
 
@@ -29,4 +29,6 @@ def test_in_steps_of_one_process():
     assert bounds(BLOCKS, 14.0, "1000gbit") == pytest.approx(
         {"data parallel": 1.0, "ZeRO-1": 13 / 14, "ZeRO-2": 13 / 14, "ZeRO-3": 13 / 14}
     )
+    alone = schedule(BLOCKS, 2, 1 / 8 / PACKET) / 7.0  # of packets, a part is headers
+    assert bounds(BLOCKS, 7.0, "0.000001mbit")["ZeRO-2"] == pytest.approx(alone)
     assert bounds(BLOCKS, 7.0, "1000gbit", compute=1.5)["data parallel"] == pytest.approx(1.5)
