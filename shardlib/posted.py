@@ -23,8 +23,6 @@ _lib.define("posted_sum(Tensor arrived, Tensor[] xs, int size, str group) -> Ten
 
 _TAG = 1  # of these messages; a pipeline's have 0
 _PIECE = 1 << 20  # bytes
-
-
 _Addressed = Iterable[tuple[int, Tensor]]  # to or from members of a group
 
 
@@ -50,7 +48,7 @@ def _gather(xs: list[Tensor], size: int, group: str) -> Tensor:
     others = _others(pg)
     works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))
     for r, x in zip(rows, xs, strict=True):
-        r[pg.rank()].copy_(x.view(-1))
+        r[pg.rank()].copy_(x.reshape(-1))
     return until(out, works)
 
 
