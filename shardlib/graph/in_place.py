@@ -191,6 +191,8 @@ def _over_logits(node: Node, storages: _Storages) -> None:
 
 def _sums_of_products(graph: Graph) -> None:
     """A product of matrices that is only added to another is added by the product itself."""
+    if len(graph.find_nodes(op="call_function", target=_MM)) < 2:
+        return
     order, sums = positions(graph), dict[Node, set[Node]]()  # by product what adds to it
     for node in list(graph.nodes):
         shape = node.target is _ADD and node.meta["val"].shape

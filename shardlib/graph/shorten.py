@@ -19,6 +19,8 @@ def shorten(module: GraphModule) -> GraphModule:
     The backward passes of rotations (of rotary positions) have both. Bitwise the same: only of floating-point values of
     one dtype, which nothing writes into, and with results that lie in memory as they did.
     """
+    if not any(module.graph.find_nodes(op="call_function", target=t) for t in (aten.neg.default, aten.cat.default)):
+        return module
     fixed = written(module.graph)
     for node in list(module.graph.nodes):
         if node.kwargs.keys() - {"memory_format"} or node in fixed:
