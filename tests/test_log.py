@@ -128,6 +128,18 @@ def test_who_did_not_come_on_two_axes():
     assert report(logs)[0].startswith("rank 3 did not reach all_gather `b`") and "it wrote no log" in report(logs)[0]
 
 
+def test_ranks_of_a_pipeline_send_on_their_own():
+    """Each numbers what it sends, so the same collective has another number on each."""
+    sends = [(event, n, f"send `F0.{n}` over `pp`, float32[2]") for n in (1, 2) for event in ("start", "done")]
+    first = ("psum `a` over `pp`, float32[2], m.py:3", "psum `b` over `pp`, float32[2], m.py:4")
+    begun = ("call", 0, "dp=1,pp=2")
+    ahead = [("start", 1, first[0]), ("done", 1, first[0]), ("start", 2, first[1])]
+    logs = {0: lines(begun, *sends, ("start", 3, first[0]), ("done", 3, first[0])), 1: lines(begun, *ahead)}
+    said = report(logs)
+    assert said[0].startswith("rank 0 did not reach psum `b` over `pp` (#2 of step 1 of f); last waited for psum `a`")
+    assert said[1] == "rank 1 waits there"
+
+
 def test_a_file_is_a_ring(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "LIMIT", 2000)
     one = log.Log(str(tmp_path), 5)

@@ -2,6 +2,7 @@
 
 import re
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from shardlib.log import Line, read
 from shardlib.mesh import Mesh
 from shardlib.wire import named
 
-Place = tuple[int, int]  # a collective: the number of the call, its number in it
+Place = tuple[int, str, int]  # a collective: the number of the call, its axes, its number in it among those over them
 
 
 def add(parser: ArgumentParser) -> None:
@@ -30,12 +31,10 @@ def run(args: Namespace) -> int:
 def report(logs: Mapping[int, Sequence[Line]]) -> list[str]:
     """The findings, then the last line of every rank."""
     mesh = _mesh(logs)
-    started = {r: {(x.call, x.number): x for x in lines if x.event == "start"} for r, lines in logs.items()}
-    done = {r: {(x.call, x.number) for x in lines if x.event == "done"} for r, lines in logs.items()}
-    last = {r: lines[-1].call if lines else 0 for r, lines in logs.items()}
-    waits = {r: sorted(p for p in at if p[0] == last[r] and p not in done[r]) for r, at in started.items()}
+    started = {r: _places(lines) for r, lines in logs.items()}
+    waits = {r: _open(lines, started[r]) for r, lines in logs.items()}
     findings = []
-    for place in sorted({p for ps in waits.values() for p in ps}):
+    for place in sorted({p for ps in waits.values() for p in ps}, key=lambda p: min(_times(started, p))):
         those = [r for r, ps in waits.items() if place in ps]
         line = started[those[0]][place]
         members = {m for r in those for m in mesh.members(r, _axes(line))}
@@ -57,6 +56,29 @@ def report(logs: Mapping[int, Sequence[Line]]) -> list[str]:
         say = f"{named(waiting)} wait for collectives that all have reached: the network, or a rank that died"
         findings.append(say if waiting else "no rank waits for a collective")
     return [*findings, "", *(f"rank {r}: {_last(logs.get(r, ()))}" for r in range(mesh.total))]
+
+
+def _places(lines: Sequence[Line]) -> dict[Place, Line]:
+    """Where a rank started each collective. Not what one rank sends to another, of which each has its own."""
+    found: dict[Place, Line] = {}
+    count = Counter[tuple[int, str]]()
+    for x in lines:
+        if x.event == "start" and not x.text.startswith("send "):
+            over = x.call, ",".join(_axes(x))
+            found[*over, count[over]] = x
+            count[over] += 1
+    return found
+
+
+def _open(lines: Sequence[Line], started: Mapping[Place, Line]) -> list[Place]:
+    """The collectives of its last call that a rank started and has not waited for."""
+    done = {(x.call, x.number) for x in lines if x.event == "done"}
+    last = lines[-1].call if lines else 0
+    return [p for p, x in started.items() if x.call == last and (x.call, x.number) not in done]
+
+
+def _times(started: Mapping[int, Mapping[Place, Line]], place: Place) -> list[float]:
+    return [at[place].time for at in started.values() if place in at]
 
 
 def _mesh(logs: Mapping[int, Sequence[Line]]) -> Mesh:

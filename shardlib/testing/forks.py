@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlib.watch import ANSWER
+
 
 def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
     """`body(rank)` on `n` forks of this process; the pickled results in rank order.
@@ -38,7 +40,7 @@ def forks(n: int, body: Callable[[int], Any], seconds: float) -> list[bytes]:
             for p in children:
                 p.join(max(0.0, deadline - time.monotonic()))
                 if p.exitcode != 0:
-                    deadline = min(deadline, time.monotonic() + 2)  # the others wait for a rank that failed or is late
+                    deadline = min(deadline, time.monotonic() + 2 * ANSWER)  # in which others say who failed
             said = {}
             for r, p in enumerate(children):
                 if p.is_alive():
