@@ -1,7 +1,7 @@
 """Forms of one value: what only arranges its elements anew, from an input to what is sent, from there to its uses."""
 
 import operator
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ ARRANGE: set[Any] = {
     torch.ops.aten.slice.Tensor,
     torch.ops.aten.squeeze.dim,
 }
+_RESHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 def arranged(node: Node) -> list[Node]:
@@ -32,6 +33,18 @@ def spread(node: Node, through: Set[Any]) -> tuple[list[Node], list[Node]]:
         for u in new:
             (family if u.target in through else uses).append(u)
     return family, uses
+
+
+def product_of(x: Node, adding: Mapping[Node, Set[Node]] | None = None) -> list[Node]:
+    """A value and what it is a reshape of, down to a product of matrices; none where it is no product, or something
+    else reads what lies below. `adding`: by node those readers that do not count."""
+    chain = [x]
+    while chain[-1].target in _RESHAPE:
+        below = arg(chain[-1])
+        if len({*below.users} - (adding or {}).get(below, set())) != 1:
+            return []
+        chain.append(below)
+    return chain if chain[-1].target is torch.ops.aten.mm.default else []
 
 
 def at_rest(node: Node) -> list[Node] | None:

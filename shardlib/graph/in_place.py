@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shardlib import fused as fused  # defines the ops
+from shardlib.graph.forms import product_of
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import STARTS, WAIT, arg, dead_code, emit, inputs, positions, roots, size_of
 from shardlib.switch import Switch
@@ -15,7 +16,6 @@ from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
 _MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.out
-_RESHAPE = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
 _SUM, _SUM_ = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default
 _PULL, _PULL_ = torch.ops.shardlib.token_scores_backward.default, torch.ops.shardlib.token_scores_backward_.default
@@ -198,7 +198,8 @@ def _sums_of_products(graph: Graph) -> None:
         shape = node.target is _ADD and node.meta["val"].shape
         if not shape or node.kwargs or node.args[0] is node.args[1]:
             continue
-        chains = [_product(x, sums) for x in node.args]
+        once = (isinstance(x, Node) and len({*x.users} - sums.get(x, set())) == 1 for x in node.args)
+        chains = [product_of(x, sums) if o else [] for x, o in zip(node.args, once, strict=True)]  # type: ignore[arg-type]
         first, second = sorted(chains, key=lambda chain: order[chain[-1]] if chain else -1)
         alike = first and second[-1] not in sums and _alike(first[-1], second[-1])
         if not alike or any(chain[0].meta["val"].shape != shape for chain in chains):
@@ -211,17 +212,6 @@ def _sums_of_products(graph: Graph) -> None:
         node.replace_all_uses_with(first[0])
         for gone in (node, *second):
             graph.erase_node(gone)
-
-
-def _product(x: Any, sums: dict[Node, set[Node]]) -> list[Node]:
-    """A value and what it is a view of, down to a product; none where it is no product, or something else reads it."""
-    chain = list[Node]()
-    while isinstance(x, Node) and len({*x.users} - sums.get(x, set())) == 1:
-        chain.append(x)
-        if x.target is _MM:
-            return chain
-        x = arg(x) if x.target in _RESHAPE else None
-    return []
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:

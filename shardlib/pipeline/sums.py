@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from shardlib.graph.forms import product_of
 from shardlib.graph.joint import Layer
 from shardlib.graph.nodes import WAIT, arg, emit, outputs
 
 aten = torch.ops.aten
-_RESHAPE = {aten.view.default, aten._unsafe_view.default}
 
 
 class Place(NamedTuple):
@@ -116,13 +116,11 @@ def _into_call(root: torch.nn.Module, call: Node, found: dict[int, tuple[Node, b
 
 def _add(end: Node, into: Node, new: bool, alone: bool) -> None:
     """Add a result; a product of matrices that nothing else reads by the product itself."""
-    chain = [end]
-    while alone and chain[-1].target in _RESHAPE and len(chain[-1].args[0].users) == 1:  # type: ignore[union-attr]
-        chain.append(arg(chain[-1]))
-    product = chain[-1]
-    if not alone or product.target is not aten.mm.default or product.meta["val"].dtype != into.meta["val"].dtype:
+    chain = product_of(end) if alone else []
+    if not chain or chain[-1].meta["val"].dtype != into.meta["val"].dtype:
         _writes(aten.copy_.default if new else aten.add.out, (into, end), into, end)
         return
+    product = chain[-1]
     with end.graph.inserting_before(product.next):  # while its factors are what they were
         if product is not end:
             into = emit(aten.view.default, (into, list(product.meta["val"].shape)), end)
