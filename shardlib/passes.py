@@ -45,7 +45,7 @@ def for_processes(device: str, backend: str) -> tuple[Pass, ...]:
     whole, sums where their operands are, and messages of our own, which it would take to be over when they begin."""
     mine = backend in ("graph", "regional")
     gloo = (by_messages if mine else for_gloo,)
-    return gloo * (device == "cpu") + (sums_in_place,) * mine
+    return (sums_in_place,) * mine + gloo * (device == "cpu")
 
 
 def applied(passes: Sequence[Pass], module: GraphModule) -> GraphModule:

@@ -1,6 +1,7 @@
 """Messages whose receivers are ready, beside the collectives that they stand for."""
 
 import math
+import os
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import shardlib as sl
-from shardlib import jit, tree
+from shardlib import jit, shared, tree
 from shardlib.graph.buckets import PACK
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.program import copied
@@ -81,21 +82,25 @@ def crossing() -> Any:
 
 
 @pytest.mark.parametrize("body", [gathered, exchanged, scattered, crossing])
-def test_the_same_as_the_collective(body):
-    for rank in on_ranks(RANKS, ran, body.__name__):
+@pytest.mark.parametrize("memory", "01")
+def test_the_same_as_the_collective(body, memory):
+    """By messages, and through memory that ranks share."""
+    for rank in on_ranks(RANKS, ran, body.__name__, memory):
         assert rank and all(rank)
 
 
-def ran(name: str) -> list[bool]:
+def ran(name: str, memory: str) -> list[bool]:
+    os.environ["SHARDLIB_SHARED_MEMORY"] = memory
     return list(globals()[name]())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("limit", [None, 0])
 def test_a_step_is_the_same_bit_for_bit(stage, limit):
     """Beside the collectives of gloo; with buckets of large and small leaves, and without buckets."""
-    for mine, theirs in on_ranks(2, stepped, stage, limit):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for memory, messages, theirs in on_ranks(2, stepped, stage, limit):
+        assert all(torch.equal(a, b) for a, b in zip(memory, theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(messages, theirs, strict=True))
 
 
 @sl.pytree
@@ -157,11 +162,12 @@ def test_what_is_written_into_is_packed():
 
 
 def stepped(stage: int, limit: int | None) -> list[list[Tensor]]:
-    """Parameters after three steps, with messages and with the collectives of gloo."""
+    """Parameters after three steps: through shared memory, with messages, and with the collectives of gloo."""
     passes = [partial(bucket, limit=limit) if one is bucket else one for one in default]
     found = []
-    for backend_of in (for_processes, lambda device, backend: (for_gloo,)):
-        jit.for_processes = backend_of
+    for memory, backend_of in (("1", for_processes), ("0", for_processes), ("0", lambda *_: (for_gloo,))):
+        os.environ["SHARDLIB_SHARED_MEMORY"], jit.for_processes = memory, backend_of
+        shared._met.clear()
         with sl.make_mesh(dp=2) as mesh:
             train = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(Net), stage=stage))
             state = train.init(sl.init(Net, sizes=dict(model=640, hidden=260), key=sl.random.key(0)))

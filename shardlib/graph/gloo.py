@@ -28,6 +28,11 @@ from shardlib.graph.nodes import (
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+_SAME = {
+    EXCHANGE: posted.EXCHANGE,
+    torch.ops._c10d_functional.all_reduce.default: posted.REDUCED,
+    torch.ops._c10d_functional.all_reduce_.default: posted.REDUCED_,
+}
 _SMALL = 1 << 18  # bytes below which a tensor goes with others
 
 
@@ -92,11 +97,22 @@ def by_messages(module: GraphModule) -> GraphModule:
         elif STARTS[start.target] == "all_gather":
             _gather(start, wait, alone)
     for node in for_gloo(module, posted.EXCHANGE).graph.nodes:
-        if node.target is EXCHANGE:
-            node.target = posted.EXCHANGE
+        if node.target in _SAME:
+            node.target = _SAME[node.target]
         elif STARTS.get(node.target) == "all_gather" and node.target is not posted.GATHER:
             node.args, node.target = ([arg(node)], *node.args[1:]), posted.GATHER
+    _apart(module)
     return module
+
+
+def _apart(module: GraphModule) -> None:
+    """Have gathers use memory of their own for what is written into later, perhaps by who gets it returned."""
+    held = roots(module.graph)
+    changed = [*outputs(module.graph), *(x for n in module.graph.nodes for x in _written(module, n))]
+    later = {r for x in changed for r in held.get(x, ())}
+    for node in module.graph.nodes:
+        if node.target is posted.GATHER and not later.isdisjoint(held[node]):
+            node.args = (*node.args, True)
 
 
 def _scatters(start: Node) -> bool:

@@ -251,6 +251,7 @@ STARTS: dict[Any, str] = {
     torch.ops.shardlib.permute.default: "ppermute",
 }
 STARTS |= {posted.GATHER: "all_gather", posted.EXCHANGE: "all_to_all", posted.SCATTER: "psum_scatter"}
+STARTS |= {posted.REDUCED: "psum", posted.REDUCED_: "psum"}
 # those whose operand is kept until they have been waited for; the others send what becomes the result
 KEEP = {start for start, name in STARTS.items() if name not in ("psum", "pbroadcast", "ppermute")}
 

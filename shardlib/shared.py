@@ -1,0 +1,376 @@
+"""Memory that the processes of a group share where they run on one host: what one puts there, the others read.
+
+Every collective of a group has a number, the same on all its members. A member puts what it gives into a block of its
+own and tells the others where that lies, over a socket to each. They read it there and say so; then the block is free
+for something else. A socket also tells at once when its other end is gone.
+"""
+
+import math
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlib.errors import RankError
+from shardlib.wire import named, resolve, until
+
+_MESSAGE = struct.Struct("=cqqqq")  # what it says, a collective's number, a block, offset and bytes in it
+_GIVEN, _READ, _DROPPED = b"g", b"r", b"d"
+_MEET = 60.0  # seconds in which the members connect
+
+
+class Piece:
+    """What a member gives: bytes of a block of its own."""
+
+    def __init__(self, rank: int, memory: mmap.mmap, offset: int, size: int) -> None:
+        self.rank, self.memory, self.offset, self.size = rank, memory, offset, size
+
+    def tensor(self, count: int, dtype: torch.dtype) -> Tensor:
+        """As a tensor of so many elements, where it lies. Raises RankError when it is something else."""
+        if count * dtype.itemsize != self.size:
+            raise RankError(f"rank {self.rank} gives {self.size} bytes, {count * dtype.itemsize} are wanted from it")
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.offset)
+
+
+Take = Callable[[int, Piece], None]
+
+
+class _Block:
+    """Memory of this process that the others may map."""
+
+    def __init__(self, name: int, size: int) -> None:
+        self.name, self.size, self.used = name, size, name
+        self.fd = os.memfd_create("shardlib")  # until the others have been told of it
+        os.ftruncate(self.fd, size)
+        self.memory = mmap.mmap(self.fd, size)
+        self.view: Callable[[], memoryview | None] = lambda: None  # through which a tensor holds the memory
+        self.unread: set[int] = set()  # members that are still to read what lies there
+
+    def told(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    @property
+    def free(self) -> bool:
+        return not self.unread and self.view() is None
+
+
+class _Work(dist.Work):
+    """What `wait` waits for: that `end` has been called. Until then it is among `all`, since torch holds no more of it
+    than the part in C++."""
+
+    def __init__(self, end: Callable[[], Any], operands: tuple[Tensor, ...], all: set[Any]) -> None:
+        super().__init__()
+        self.end, self.operands, self.all = end, operands, all
+        all.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.all.discard(self)
+        end = self.end
+        del self.end, self.operands  # they live no longer than what is made of them
+        end()
+        return True
+
+
+class Collective:
+    """What is known here of one, once it has begun here, or elsewhere."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.came: dict[int, Piece] = {}  # by the member that gives it
+        self.block: _Block | None = None  # of what is given here
+        self.take: Take | None = None
+        self.taken: set[int] = set()
+
+
+class Shared:
+    """A member's part in the memory of a group. `ranks` of the members; `sockets` to all but this one."""
+
+    def __init__(self, ranks: Sequence[int], sockets: Mapping[int, socket.socket], timeout: timedelta) -> None:
+        self.ranks, self.sockets, self.timeout = ranks, sockets, timeout.total_seconds()
+        self.poll, self.members = select.poll(), {s.fileno(): m for m, s in sockets.items()}
+        for s in sockets.values():
+            s.setblocking(False)
+            self.poll.register(s, select.POLLIN)
+        self.numbers = self.asked = 0
+        self.blocks: defaultdict[int, list[_Block]] = defaultdict(list)  # by size
+        self.at: dict[int, _Block] = {}  # by address
+        self.maps: dict[tuple[int, int], mmap.mmap] = {}  # of the others, by member and name
+        self.open: dict[int, Collective] = {}  # by number
+        self.works: set[_Work] = set()  # not waited for yet
+        self.gone: set[int] = set()
+
+    # ---- what collectives use
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that the others can read. Its block is free for another once it is gone, and read."""
+        count = math.prod(shape)
+        block = self._block(-(-max(1, count * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        view = memoryview(block.memory)
+        flat = torch.frombuffer(view, dtype=dtype, count=max(1, count))
+        block.view = weakref.ref(view)
+        self.at[flat.untyped_storage().data_ptr()] = block
+        return flat[:count].view(shape)
+
+    def number(self) -> int:
+        """The next collective's; all members ask for theirs in the same order."""
+        self.numbers += 1
+        return self.numbers
+
+    def begin(
+        self, number: int, lies: Tensor, gives: Mapping[int, tuple[int, int]], take: Take | None = None
+    ) -> Collective:
+        """Give the other members pieces, each of some offset and bytes, of what `lies` where `empty` made it.
+
+        `take` is called with each member and the piece that it gives; without, these are there until `read`.
+        """
+        block, here = self.at[lies.untyped_storage().data_ptr()], self._open(number)
+        block.unread = gives.keys() - self.gone
+        here.block, here.take = block, take
+        for m, (offset, size) in gives.items():
+            self._send(m, _GIVEN, number, block.name, offset, size, fd=block.fd)
+        block.told()
+        self._go_on(here)
+        return here
+
+    def wait(self, here: Collective) -> Mapping[int, Piece]:
+        """Wait until all others have given their pieces."""
+        deadline = time.monotonic() + self.timeout
+        while missing := self.sockets.keys() - here.came.keys():
+            if missing & self.gone:
+                lost = named(self.ranks[m] for m in missing & self.gone)
+                raise dist.DistNetworkError(f"{lost} of this host closed the connection")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = named(self.ranks[m] for m in missing)
+                raise dist.DistNetworkError(f"timed out after {self.timeout:g} s waiting for {late} of this host")
+            self._hear(left)
+        return here.came
+
+    def read(self, here: Collective) -> None:
+        """Say that what was given has been read."""
+        for m in here.came:
+            self._send(m, _READ, here.number)
+
+    def close(self) -> None:
+        for s in self.sockets.values():
+            s.close()
+
+    def until(self, x: Tensor, end: Callable[[], Any], *operands: Tensor) -> Tensor:
+        """`x`, for which `wait` calls `end`; the operands live until then, as with messages."""
+        return until(x, [_Work(end, operands, self.works)])
+
+    # ---- blocks
+
+    def _block(self, size: int) -> _Block:
+        """A free one of that size, or a new one, then without those that have not been used for long."""
+        self._hear(0)
+        self.asked += 1
+        found = next((b for b in self.blocks[size] if b.free), None)
+        if found is None:
+            since = self.asked - 4 * len(self.at)
+            for address, old in [(a, b) for a, b in self.at.items() if b.free and b.used < since]:
+                self.blocks[old.size].remove(self.at.pop(address))
+                for m in self.sockets:
+                    self._send(m, _DROPPED, block=old.name)
+            found = _Block(self.asked, size)
+            self.blocks[size].append(found)
+        found.used = self.asked
+        return found
+
+    # ---- what is said
+
+    def _hear(self, seconds: float) -> None:
+        """Take in what has come, or else what comes first in that time."""
+        for fd, _ in self.poll.poll(1e3 * min(seconds, 1e6)):
+            while said := self._received(self.members[fd]):
+                self._take(self.members[fd], *said)
+
+    def _received(self, member: int) -> tuple[bytes, list[int]] | None:
+        """The next message of a member, and a block's memory with the first that names it."""
+        if member in self.gone:
+            return None
+        while True:
+            try:
+                said, fds, _, _ = socket.recv_fds(self.sockets[member], _MESSAGE.size, 1)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                continue  # said once; what had come before is still there
+            if said:
+                return said, fds
+            self.gone.add(member)
+            self.poll.unregister(self.sockets[member])
+            for here in list(self.open.values()):
+                self._was_read(here, member)
+            return None
+
+    def _take(self, member: int, said: bytes, fds: list[int]) -> None:
+        what, number, name, offset, size = _MESSAGE.unpack(said)
+        if fds:
+            self.maps[member, name] = mmap.mmap(fds[0], 0)
+            os.close(fds[0])
+        if what == _GIVEN:
+            here = self._open(number)
+            here.came[member] = Piece(self.ranks[member], self.maps[member, name], offset, size)
+            self._go_on(here)
+        elif what == _READ:
+            self._was_read(self._open(number), member)
+        else:
+            del self.maps[member, name]
+
+    def _open(self, number: int) -> Collective:
+        return self.open.setdefault(number, Collective(number))
+
+    def _was_read(self, here: Collective, member: int) -> None:
+        if here.block:
+            here.block.unread.discard(member)
+        self._go_on(here)
+
+    def _go_on(self, here: Collective) -> None:
+        """Take what has come, if the collective has begun here; forget it when nothing more will be heard of it."""
+        if here.block is None:
+            return
+        while here.take and (new := here.came.keys() - here.taken):
+            m = new.pop()
+            here.taken.add(m)  # first, since sending may take in more
+            here.take(m, here.came[m])
+            self._send(m, _READ, here.number)
+        if len(here.came) == len(self.sockets):
+            here.take = None  # and what that holds
+            if not here.block.unread:
+                self.open.pop(here.number, None)
+
+    def _send(self, member: int, what: bytes, number: int = 0, block: int = 0, *place: int, fd: int = -1) -> None:
+        said, to = _MESSAGE.pack(what, number, block, *(place or (0, 0))), self.sockets[member]
+        deadline = time.monotonic() + self.timeout
+        while member not in self.gone:
+            try:
+                if fd >= 0:
+                    socket.send_fds(to, [said], [fd], socket.MSG_NOSIGNAL)
+                else:
+                    to.send(said, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:  # it has not taken in much of what it was told, perhaps since it waits to tell us
+                full = select.poll()
+                for s in self.sockets.values():
+                    full.register(s, select.POLLIN | (select.POLLOUT if s is to else 0))
+                full.poll(1e3)
+                if time.monotonic() > deadline:
+                    late = named([self.ranks[member]])
+                    raise dist.DistNetworkError(f"timed out after {self.timeout:g} s telling {late}") from None
+                self._hear(0)
+            except ConnectionError:
+                return  # whoever waits for it will find out
+
+
+# ---- how members meet
+
+_met: dict[str, tuple[Any, Shared | None]] = {}
+
+
+def shared(group: str) -> Shared | None:
+    """The memory that all members of a group share, if they run on one host; the first call is made by all of them.
+
+    `SHARDLIB_SHARED_MEMORY=0` in the environment of any of them is a no.
+    """
+    pg, held = resolve(group), _met.get(group)
+    if held is None or held[0] is not pg:
+        if held and held[1]:
+            held[1].close()
+        held = _met[group] = pg, _meet(pg) if pg.size() > 1 else None
+    return held[1]
+
+
+def _leave() -> None:
+    """In a child of this process, whose sockets would hide that this process is gone."""
+    for _, held in _met.values():
+        if held:
+            held.close()
+    _met.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave)
+
+
+def _meet(pg: dist.ProcessGroup) -> Shared | None:
+    """Connect to all members, where all of them are here and can."""
+    ranks, me = dist.get_process_group_ranks(pg), pg.rank()
+    sockets: dict[int, socket.socket] = {}
+    with ExitStack() as opened:
+        name = f"\0shardlib-{secrets.token_hex(8)}"
+        listener = _listener(name, len(ranks), opened)
+        hosts: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(hosts, (_host(), name) if listener else None, group=pg)
+        if not listener or any(h is None or h[0] != _host() for h in hosts):
+            return None
+        with suppress(OSError):
+            for other in range(me):
+                s = opened.enter_context(_socket())
+                s.connect(hosts[other][1])
+                s.send(me.to_bytes(4, "big"))
+                sockets[other] = s
+            while len(sockets) < len(ranks) - 1:
+                s = opened.enter_context(listener.accept()[0])
+                s.settimeout(_MEET)
+                if _user(s) == os.getuid():
+                    sockets[int.from_bytes(s.recv(4), "big")] = s
+        agreed: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(agreed, len(sockets) == len(ranks) - 1, group=pg)
+        if not all(agreed):
+            return None
+        opened.pop_all()
+    listener.close()
+    timeout: timedelta = pg._get_backend(torch.device("cpu")).options._timeout  # what gloo keeps to
+    return Shared(ranks, sockets, timeout)
+
+
+def _socket() -> socket.socket:
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    s.settimeout(_MEET)
+    return s
+
+
+def _listener(name: str, members: int, opened: ExitStack) -> socket.socket | None:
+    """A socket to which the others can connect, where there is all that this needs."""
+    if sys.platform != "linux" or os.environ.get("SHARDLIB_SHARED_MEMORY") == "0":
+        return None
+    try:
+        os.close(os.memfd_create("shardlib"))
+        _host()
+        s = opened.enter_context(_socket())
+        s.bind(name)
+        s.listen(members)
+        return s
+    except OSError:
+        return None
+
+
+def _host() -> tuple[str, int, int]:
+    """What processes have in common that can connect: a kernel since it started, a network of it, a user."""
+    network = os.stat("/proc/self/ns/net").st_ino
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), network, os.getuid()
+
+
+def _user(s: socket.socket) -> int:
+    """Of the process at the other end."""
+    return struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
