@@ -8,6 +8,7 @@ All others go on to `make_fx`.
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,15 @@ class _Tracked(MutableMapping[Tensor, _ProxyTensor]):
         return len(self.entries)
 
 
+def track(xs: Sequence[Tensor], node: Node, tracer: Any, create: Callable[..., Node]) -> None:
+    """Have a trace know fake tensors as what a node gives, each by a node of its own, as `track_tensor_tree` does."""
+    node.meta["val"] = type(xs)([snapshot_fake(x) for x in xs])  # type: ignore[call-arg]
+    for i, x in enumerate(xs):
+        item = create("call_function", getitem, (node, i), {})
+        item.meta["val"] = node.meta["val"][i]
+        tracer.tensor_tracker[x] = _ProxyTensor(Proxy(item, tracer), None)
+
+
 class Recording(TorchDispatchMode):
     """The mode of one trace. `fake`: the mode of its tensors; `create`: makes a node, as `Graph.create_node`."""
 
@@ -141,6 +151,8 @@ class Recording(TorchDispatchMode):
         if type(out) is FakeTensor:
             node.meta["val"] = snapshot_fake(out)
             self.tracked.put(out, _ProxyTensor(proxy, None), found and found.results[0].layout)
+        elif isinstance(out, (list, tuple)) and all(type(x) is FakeTensor for x in out):
+            track(out, node, self.tracer, self.create)
         else:
             track_tensor_tree(out, proxy, constant=None, tracer=self.tracer)
         return out

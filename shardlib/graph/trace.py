@@ -15,20 +15,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without storage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager  # without storage
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import (  # make_fx's own way to add a node for a call (as higher-order ops do)
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
-    track_tensor_tree,
 )
 
 from shardlib import tree
 from shardlib.errors import SpecError, pointed
 from shardlib.graph.lines import Lines, said_at
 from shardlib.graph.nodes import aliased, clean, op_name, roots
-from shardlib.graph.record import Recording
+from shardlib.graph.record import Recording, track
 from shardlib.insert import isolated, per_device
 from shardlib.mesh import Mesh
 from shardlib.shard_map import DATA_DEPENDENT
@@ -233,6 +232,16 @@ def is_analysing() -> bool:
     return _analysing.get()
 
 
+def _fakes(like: Sequence[Tensor], metas: Sequence[Meta]) -> list[Tensor]:
+    """Tensors without values beside those of a trace, made at once."""
+    mode = next((x.fake_mode for x in like if isinstance(x, FakeTensor)), None)
+    if mode is None:
+        return [m.empty() for m in metas]
+    with in_kernel_invocation_manager(mode):
+        plain = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
+    return [FakeTensor(mode, x, m.device) for x, m in zip(plain, metas, strict=True)]
+
+
 def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[Tensor]:
     """Call a graph of the program that is being traced."""
     mode, here = get_proxy_mode(), region()
@@ -242,6 +251,6 @@ def call(target: str, args: Sequence[Tensor], results: Sequence[Meta]) -> list[T
     out = tracer.create_proxy("call_module", target, proxies, {})
     with paused():
         with disable_proxy_modes_tracing():
-            fakes = [m.empty() for m in results]
-        track_tensor_tree(fakes, out, constant=None, tracer=tracer)
+            fakes = _fakes(args, results)
+        track(fakes, out.node, tracer, tracer.create_node)
     return [m.label(here, x) for m, x in zip(results, fakes, strict=True)]
