@@ -102,10 +102,11 @@ class Collective:
 
 
 class Shared:
-    """A member's part in the memory of a group. `ranks` of the members; `sockets` to all but this one."""
+    """A member's part in the memory of a group. `ranks` of the members, `me` among them; `sockets` to the others."""
 
-    def __init__(self, ranks: Sequence[int], sockets: Mapping[int, socket.socket], timeout: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], me: int, sockets: Mapping[int, socket.socket], timeout: timedelta) -> None:
         self.ranks, self.sockets, self.timeout = ranks, sockets, timeout.total_seconds()
+        self.size, self.me, self.others = len(ranks), me, [m for m in range(len(ranks)) if m != me]
         self.poll, self.members = select.poll(), {s.fileno(): m for m, s in sockets.items()}
         for s in sockets.values():
             s.setblocking(False)
@@ -341,7 +342,7 @@ def _meet(pg: dist.ProcessGroup) -> Shared | None:
         opened.pop_all()
     listener.close()
     timeout: timedelta = pg._get_backend(torch.device("cpu")).options._timeout  # what gloo keeps to
-    return Shared(ranks, sockets, timeout)
+    return Shared(ranks, me, sockets, timeout)
 
 
 def _socket() -> socket.socket:
