@@ -143,7 +143,7 @@ def test_large_tensors_are_sent_from_where_they_are():
             copies = [n for n in module.graph.nodes if n.target is torch.ops.aten.clone.default]
             assert not [n for n in copies if n.meta["val"].numel() > 1000]
     assert found[1] == ([[False]], [[True, True, False, True]])
-    assert found[3] == ([[True, False, True, True], [True, False]], [[True, True, False, True]])  # the second without `up`, `out`
+    assert found[3] == ([[True, False, True, True], [True, False]], [[True, True, False, True]])  # again: without `out` and `up`
 
 
 def overwritten() -> bool:
