@@ -51,7 +51,7 @@ def ways(mesh: Mesh, mb: int, local: bool) -> dict[str, Way]:
             )
         else:
             starts = (
-                lambda: mine.posted_gather([x], 2, g, []),
+                lambda: mine.posted_gather([x], 2, g),
                 lambda: mine.posted_exchange(both, [1, 1], [1, 1], g),
                 lambda: mine.posted_scatter([both], 2, g),
                 lambda: mine.posted_reduce(both, "sum", g),

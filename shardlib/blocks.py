@@ -10,42 +10,37 @@ import torch
 from torch import Tensor
 
 from shardlib.shared import Collective, Piece, Shared
-from shardlib.wire import REDUCE, ended
+from shardlib.wire import REDUCE
 
 _PARTS = 1 << 16  # bytes of a reduction from which each member makes a part of it
 _scattered: dict[int, Collective] = {}  # those that have begun, by the address of what waits for them
 
 
-def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], orders: Sequence[Sequence[int]], own: bool) -> Tensor:
+def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor:
     """The others read a member's rows where its own result lies; with `own` in a copy beside that."""
-    out = out if own else here.empty(out.shape, out.dtype)
-    mine = wholes(out, xs, here.size, orders)
+    counts, n, me = [x.numel() for x in xs], here.size, here.me
+    if not own:
+        out = here.empty(out.shape, out.dtype)
+
+    def rows(whole: Tensor) -> list[Tensor]:
+        return [part.view(n, -1) for part in whole.view(-1).split([n * count for count in counts])]
+
+    mine = rows(out)
     for r, x in zip(mine, xs, strict=True):
-        r[here.me].copy_(x)
-    counts = [x.numel() for x in xs]
+        r[me].copy_(x.reshape(-1))
 
     def take(i: int, piece: Piece) -> None:
         if own:
-            parts = piece.tensor(sum(counts), out.dtype).split(counts)
-            theirs = [part.view(x.shape) for part, x in zip(parts, xs, strict=True)]
+            theirs = piece.tensor(sum(counts), out.dtype).split(counts)
         else:
-            theirs = [r[i] for r in wholes(piece.tensor(out.numel(), out.dtype), xs, here.size, orders)]
+            theirs = [r[i] for r in rows(piece.tensor(out.numel(), out.dtype))]
         for r, x in zip(mine, theirs, strict=True):
             r[i].copy_(x)
 
     lies = here.empty([sum(counts)], out.dtype) if own else out
-    place = _put(lies, {here.me: xs})[here.me] if own else (0, out.nbytes)
+    place = _put(lies, {me: xs})[me] if own else (0, out.nbytes)
     begun = here.begin(here.number(), lies, dict.fromkeys(here.others, place), take)
-    return ended(out, lambda: here.wait(begun), *xs)
-
-
-def wholes(flat: Tensor, xs: Sequence[Tensor], size: int, orders: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What is gathered of each tensor, (size, *shape): views of the whole, where its dims are in that order."""
-    found = []
-    for part, x, order in zip(flat.view(-1).split([size * x.numel() for x in xs]), xs, orders, strict=True):
-        shape = (size, *x.shape)
-        found.append(part.view([shape[d] for d in order]).permute(*map(order.index, range(len(shape)))))
-    return found
+    return here.until(out, lambda: here.wait(begun), *xs)
 
 
 def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Tensor:
@@ -58,16 +53,16 @@ def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: 
 
     lies = here.empty([x.numel() - given[me].numel()], x.dtype)
     begun = here.begin(here.number(), lies, _put(lies, {i: [given[i]] for i in here.others}), take)
-    return ended(out, lambda: here.wait(begun), x)
+    return here.until(out, lambda: here.wait(begun), x)
 
 
 def scatter(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """Instead of what the others have of this member's rows: what it has of theirs, which they read when they sum."""
     out = here.empty(out.shape, out.dtype)
-    rows = [x.unflatten(0, (here.size, -1)) for x in xs]
+    rows = [x.view(here.size, -1) for x in xs]
     begun = here.begin(here.number(), out, _put(out, {i: [r[i] for r in rows] for i in here.others}))
     _scattered[out.untyped_storage().data_ptr()] = begun
-    return ended(out, lambda: here.wait(begun))
+    return here.until(out, lambda: here.wait(begun))
 
 
 def total(here: Shared, arrived: Tensor, xs: Sequence[Tensor]) -> Tensor:
@@ -103,7 +98,7 @@ def reduce(here: Shared, x: Tensor, out: Tensor, op: str) -> Tensor:
 
         here.wait(here.begin(second, made, dict.fromkeys(others, (0, made.nbytes)), take))
 
-    return ended(out, end)
+    return here.until(out, end)
 
 
 def summed(me: int, theirs: Mapping[int, Tensor], xs: Sequence[Tensor]) -> Tensor:
@@ -111,10 +106,10 @@ def summed(me: int, theirs: Mapping[int, Tensor], xs: Sequence[Tensor]) -> Tenso
     size, at = len(theirs) + 1, 0
     out = xs[0].new_empty(sum(x.numel() for x in xs) // size)
     for x in xs:
-        own, end = x.unflatten(0, (size, -1))[me], at + x.numel() // size
-        rows = (own if i == me else theirs[i][at:end].view(own.shape) for i in range(size))
-        _reduced(rows, "sum", out[at:end].view(own.shape))
-        at = end
+        own = x.view(size, -1)[me]
+        rows = (own if i == me else theirs[i][at : at + len(own)] for i in range(size))
+        _reduced(rows, "sum", out[at : at + len(own)])
+        at += len(own)
     return out
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shardlib import blocks
 from shardlib.shared import shared
-from shardlib.wire import ended, resolve, until
+from shardlib.wire import resolve, until
 
 _ops = torch.ops._c10d_functional
 _lib = torch.library.Library("shardlib", "FRAGMENT")
-_lib.define("posted_gather(Tensor[] xs, int size, str group, int[][] orders, bool own=False) -> Tensor")
+_lib.define("posted_gather(Tensor[] xs, int size, str group, bool own=False) -> Tensor")
 _lib.define("posted_exchange(Tensor x, int[] takes, int[] gives, str group) -> Tensor")
 _lib.define("posted_scatter(Tensor[] xs, int size, str group) -> Tensor")
 _lib.define("posted_sum(Tensor arrived, Tensor[] xs, int size, str group) -> Tensor")
@@ -47,30 +47,19 @@ def _others(pg: dist.ProcessGroup) -> list[int]:
     return [(pg.rank() + i) % pg.size() for i in range(1, pg.size())]
 
 
-def _gather(xs: list[Tensor], size: int, group: str, orders: Sequence[list[int]], own: bool = False) -> Tensor:
-    """For each tensor those of all members, one tensor after the other; of a single one with its shape. In `orders` are
-    those of the dims, (size, *shape), of each. With `own` in memory that nobody else reads."""
-    out = _gathered(xs, size, group, orders)
-    plain = [[*range(x.dim() + 1)] for x in xs]
-    orders = orders or plain
+def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tensor:
+    """For each tensor those of all members, one tensor after the other; of a single one with its shape. With `own` in
+    memory that nobody else reads."""
+    out = _gathered(xs, size, group)
     if here := shared(group):
-        return blocks.gather(here, out, xs, orders, own)
+        return blocks.gather(here, out, xs, own)
     pg = resolve(group)
-    raw = out if orders == plain else torch.empty_like(out)
-    rows, others = blocks.wholes(raw, xs, size, plain), _others(pg)
+    rows = [piece.view(size, -1) for piece in out.view(-1).split([size * x.numel() for x in xs])]
+    others = _others(pg)
     works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))
     for r, x in zip(rows, xs, strict=True):
-        r[pg.rank()].copy_(x)
-    if raw is out:
-        return until(out, works)
-
-    def end() -> None:
-        for work in works:
-            work.wait()
-        for r, x in zip(blocks.wholes(out, xs, size, orders), rows, strict=True):
-            r.copy_(x)
-
-    return ended(out, end, *xs)
+        r[pg.rank()].copy_(x.reshape(-1))
+    return until(out, works)
 
 
 def _exchange(x: Tensor, takes: list[int], gives: list[int], group: str) -> Tensor:
@@ -91,8 +80,8 @@ def _scatter(xs: list[Tensor], size: int, group: str) -> Tensor:
     if here := shared(group):
         return blocks.scatter(here, out, xs)
     pg = resolve(group)
-    rows = [x.unflatten(0, (size, -1)) for x in xs]
-    arrive = [row.split([r[0].numel() for r in rows]) for row in out]
+    rows = [x.view(size, -1) for x in xs]
+    arrive = [row.split([r.shape[1] for r in rows]) for row in out]
     others, me = _others(pg), pg.rank()
     get = ((i, x) for i in others for x in arrive[i - (i > me)])
     return until(out, _messages(pg, get, ((i, r[i]) for i in others for r in rows)))
@@ -116,11 +105,10 @@ def _reduce_(x: Tensor, op: str, group: str) -> Tensor:
     return blocks.reduce(here, x, x, op) if here else _ops.all_reduce_(x, op, group)
 
 
-def _gathered(xs: list[Tensor], size: int, group: str, orders: Sequence[list[int]], own: bool = False) -> Tensor:
-    if len(xs) > 1:
-        return xs[0].new_empty(size * sum(x.numel() for x in xs))
-    shape = xs[0].shape
-    return xs[0].new_empty([(size, *shape)[d] for d in orders[0]] if orders else (size * shape[0], *shape[1:]))
+def _gathered(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tensor:
+    if len(xs) == 1:
+        return xs[0].new_empty((size * xs[0].shape[0], *xs[0].shape[1:]))
+    return xs[0].new_empty(size * sum(x.numel() for x in xs))
 
 
 def _exchanged(x: Tensor, takes: list[int], gives: list[int], group: str) -> Tensor:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib.errors import RankError
-from shardlib.wire import named, resolve
+from shardlib.wire import named, resolve, until
 
 _MESSAGE = struct.Struct("=cqqqq")  # what it says, a collective's number, a block, offset and bytes in it
 _GIVEN, _READ, _DROPPED = b"g", b"r", b"d"
@@ -73,6 +73,23 @@ class _Block:
         return not self.unread and self.view() is None
 
 
+class _Work(dist.Work):
+    """What `wait` waits for: that `end` has been called. Until then it is among `all`, since torch holds no more of it
+    than the part in C++."""
+
+    def __init__(self, end: Callable[[], Any], operands: tuple[Tensor, ...], all: set[Any]) -> None:
+        super().__init__()
+        self.end, self.operands, self.all = end, operands, all
+        all.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.all.discard(self)
+        end = self.end
+        del self.end, self.operands  # they live no longer than what is made of them
+        end()
+        return True
+
+
 class Collective:
     """What is known here of one, once it has begun here, or elsewhere."""
 
@@ -99,6 +116,7 @@ class Shared:
         self.at: dict[int, _Block] = {}  # by address
         self.maps: dict[tuple[int, int], mmap.mmap] = {}  # of the others, by member and name
         self.open: dict[int, Collective] = {}  # by number
+        self.works: set[_Work] = set()  # not waited for yet
         self.gone: set[int] = set()
 
     # ---- what collectives use
@@ -156,6 +174,10 @@ class Shared:
     def close(self) -> None:
         for s in self.sockets.values():
             s.close()
+
+    def until(self, x: Tensor, end: Callable[[], Any], *operands: Tensor) -> Tensor:
+        """`x`, for which `wait` calls `end`; the operands live until then, as with messages."""
+        return until(x, [_Work(end, operands, self.works)])
 
     # ---- blocks
 

@@ -6,7 +6,6 @@ all ranks share one graph. Every function takes the group's size, so that tracin
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -144,30 +143,6 @@ def until(x: Tensor, works: Iterable[Any]) -> Tensor:
     for work in works:
         registry._register_work(x, work)
     return x
-
-
-def ended(x: Tensor, end: Callable[[], Any], *operands: Tensor) -> Tensor:
-    """`x`, for which `wait` calls `end`; the operands live until then."""
-    return until(x, [_End(end, operands)])
-
-
-class _End(dist.Work):
-    """What `ended` waits for, which is among `_ends` until then: torch holds no more of it than the part in C++."""
-
-    def __init__(self, end: Callable[[], Any], operands: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.end, self.operands = end, operands
-        _ends.add(self)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        _ends.discard(self)
-        end = self.end
-        del self.end, self.operands  # they live no longer than what is made of them
-        end()
-        return True
-
-
-_ends: set[_End] = set()
 
 
 def _sent(handle: Tensor) -> None:

@@ -24,7 +24,14 @@ LAYERS = [
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "phases", "contract", "heap", "meter"],  # know nothing of shardlib's types
     ["saves", "stream", "chunk", "chunks", "contents", "saving"],  # files of saves
-    ["wire", "shared", "blocks", "posted", "processes", "switch", "apart"],  # between processes
+    [
+        "wire",
+        "shared",
+        "posted",
+        "processes",
+        "switch",
+        "apart",
+    ],  # what crosses between processes; ranks that go different ways
     ["simulate"],  # all ranks in one process
     ["array", "dtensor"],  # leaves at rest
     ["entries", "checkpoint", "interop.names", "interop.safetensors", "monitor"],
@@ -234,8 +241,11 @@ def test_rules_of_style(module):
         where = f"{module}:{getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Attribute):
             assert "hook" not in node.attr or not node.attr.startswith("register_"), f"{where}: no hooks"
-            may = module in ("mesh", "heap", "shared", "testing.server")
-            assert may or dotted(node) not in ("os.environ", "os.getenv") or module.startswith("cli."), (
+            reads = module in ("mesh", "heap", "shared", "testing.server") or dotted(node) not in (
+                "os.environ",
+                "os.getenv",
+            )
+            assert reads or module.startswith("cli."), (
                 f"{where}: only the mesh, the heap, shared memory, the server and the launcher read the environment"
             )
         for target in node.targets if isinstance(node, ast.Assign) else ():

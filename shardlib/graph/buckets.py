@@ -144,23 +144,19 @@ def _merge(b: _Bucket, order: dict[Node, int]) -> None:
                     after.prepend(node)
 
 
-def uncopied(x: Node, rows: int) -> Node | None:
-    """What `x` is a contiguous copy of, and nothing else reads; it has `rows` rows where that is > 1."""
-    copy = arg(x) if x.target in (aten._unsafe_view.default, aten.view.default) and len(x.users) == 1 else x
-    if copy.target is not aten.clone.default or len(copy.users) > 1:
-        return None
-    found = arg(copy)
-    return found if rows == 1 or found.meta["val"].shape[:1] == (rows,) else None
-
-
 def _source(x: Node, rows: int) -> Node:
-    """What `x` is a copy of, so that packing makes the only one; with `rows` rows where that is > 1."""
-    return uncopied(x, rows) or (x if rows == 1 else emit(aten.view.default, (x, [rows, -1]), x))
+    """What `x` is a contiguous copy of, so that packing makes the only copy; it has `rows` rows where that is > 1."""
+    copy = arg(x) if x.target in (aten._unsafe_view.default, aten.view.default) and len(x.users) == 1 else x
+    if copy.target is aten.clone.default and len(copy.users) == 1:
+        found = arg(copy)
+        if rows == 1 or found.meta["val"].shape[:1] == (rows,):
+            return found
+    return x if rows == 1 else emit(aten.view.default, (x, [rows, -1]), x)
 
 
 def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, Node]]:
     """The nodes that are replaced, and by what: for each gather its result, or that in the order that is wanted."""
-    chains = [rearranged(wait_of(s), [n, *arg(s).meta["val"].shape]) for s in starts]
+    chains = [_rearranged(wait_of(s), [n, *arg(s).meta["val"].shape]) for s in starts]
     shapes = [list(arg(s).meta["val"].shape) for s in starts]
     orders = [c[1] if c else list(range(len(s) + 1)) for c, s in zip(chains, shapes, strict=True)]
     out = emit(UNPACK, (wait, n, shapes, orders), wait)
@@ -175,7 +171,7 @@ def _gathered(wait: Node, starts: Sequence[Node], n: int) -> list[tuple[Node, No
     return found
 
 
-def rearranged(wait: Node, shape: list[int]) -> tuple[Node, list[int]] | None:
+def _rearranged(wait: Node, shape: list[int]) -> tuple[Node, list[int]] | None:
     """The copy of a gather's result with the dim of ranks in another place, and the order of its dims, if that is all
     that is made of it."""
     want = (aten.view.default, aten.permute.default, aten.clone.default)

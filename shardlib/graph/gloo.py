@@ -9,14 +9,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardlib import posted
-from shardlib.graph.buckets import PACK, UNPACK, rearranged, uncopied
+from shardlib.graph.buckets import PACK, UNPACK
 from shardlib.graph.fuse import Island
 from shardlib.graph.nodes import (
     STARTS,
     WAIT,
     aliased,
     arg,
-    dead_code,
     emit,
     group,
     inputs,
@@ -75,8 +74,8 @@ def by_messages(module: GraphModule) -> GraphModule:
         y = psum_scatter(pack(a, b))      ->      v = posted_scatter([a, b]).wait()
                                                   y = posted_sum(v, [a, b])
 
-    So are those whose dims change places, without the copies in which they did. Tensors that are small, that are
-    written into while they would be sent, or that the graph returns, are packed as they were, with their neighbours.
+    Tensors that are small, whose dims change places, that are written into while they would be sent, or that the
+    graph returns, are packed as they were, with their neighbours.
     """
     order, held = positions(module.graph), roots(module.graph)
     returned = {r for x in outputs(module.graph) for r in held.get(x, ())}  # which is to have storage of its own
@@ -89,7 +88,7 @@ def by_messages(module: GraphModule) -> GraphModule:
         changed = set[Node]().union(*written[order[first] : order[wait]])
 
         def alone(x: Node, result: Node | None = None, changed: set[Node] = changed) -> bool:
-            large = size_of(x) >= _SMALL
+            large = x.meta["val"].is_contiguous() and size_of(x) >= _SMALL
             free = x in held and changed.isdisjoint(held[x])
             return large and free and (result is None or returned.isdisjoint(held[result]))
 
@@ -101,9 +100,9 @@ def by_messages(module: GraphModule) -> GraphModule:
         if node.target in _SAME:
             node.target = _SAME[node.target]
         elif STARTS.get(node.target) == "all_gather" and node.target is not posted.GATHER:
-            _gather_one(node)
+            node.args, node.target = ([arg(node)], *node.args[1:]), posted.GATHER
     _apart(module)
-    return dead_code(module)
+    return module
 
 
 def _apart(module: GraphModule) -> None:
@@ -145,18 +144,16 @@ def _gather(start: Node, wait: Node, alone: Callable[[Node, Node | None], bool])
         return
     xs, n, shapes, orders = arg(pack), *(arg(unpack, i) for i in (1, 2, 3))
     items: dict[int, Node] = {arg(u, 1): u for u in unpack.users}
-    runs = _runs([alone(x, items.get(i)) and x.meta["val"].is_contiguous() for i, x in enumerate(xs)])
+    runs = _runs([alone(x, items.get(i)) and orders[i] == sorted(orders[i]) for i, x in enumerate(xs)])
     sent = _sent(start, runs, xs, 1)
-    kept = [orders[some[0]] if single else [0, 1] for single, some in runs]
     with start.graph.inserting_before(start):
-        start.replace_all_uses_with(emit(posted.GATHER, (sent, n, group(start)[0], kept), start))
+        start.replace_all_uses_with(emit(posted.GATHER, (sent, n, group(start)[0]), start))
     at = 0
     with unpack.graph.inserting_before(unpack):
         for (single, some), x in zip(runs, sent, strict=True):
             piece = emit(aten.slice.Tensor, (wait, 0, at, at := at + n * x.meta["val"].numel()), unpack)
             if single:
-                shape, order = [n, *shapes[some[0]]], orders[some[0]]
-                found = [emit(aten.view.default, (piece, [shape[d] for d in order]), unpack)]
+                found = [emit(aten.view.default, (piece, [n, *shapes[some[0]]]), unpack)]
             else:
                 out = emit(UNPACK, (piece, n, [shapes[i] for i in some], [orders[i] for i in some]), unpack)
                 found = [emit(getitem, (out, k), unpack) for k in range(len(some))]
@@ -167,24 +164,11 @@ def _gather(start: Node, wait: Node, alone: Callable[[Node, Node | None], bool])
     _erase(*items.values(), unpack, start, pack)
 
 
-def _gather_one(start: Node) -> None:
-    """A gather of one tensor, with its dims in the order in which its result would be copied."""
-    x, (name, n) = arg(start), group(start)
-    wait = next(iter(start.users), start)
-    chain = rearranged(wait, [n, *x.meta["val"].shape]) if wait.target is WAIT else None
-    start.args, start.target = ([x], n, name, [chain[1]] if chain else []), posted.GATHER
-    if chain is not None:
-        clone = chain[0]
-        start.meta["val"] = wait.meta["val"] = clone.meta["val"]
-        wait.meta |= {k: v for k, v in clone.meta.items() if k in ("kind", "gradient")}
-        clone.replace_all_uses_with(wait)
-
-
 def _scatter(start: Node, wait: Node, alone: Callable[[Node], bool]) -> None:
     """A scatter of sums, without copies for the tensors that are sent `alone`."""
     name, n = group(start)
     pack = arg(start)
-    xs = arg(pack) if pack.target is PACK else [uncopied(pack, n) or pack]
+    xs = arg(pack) if pack.target is PACK else [pack]
     sent = _sent(start, _runs([alone(x) for x in xs]), xs, n)
     with start.graph.inserting_before(start):
         begun = emit(posted.SCATTER, (sent, n, name), start)
