@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.shared import Collective, Piece, Shared
+from shardlib.shared import Piece, Shared
 from shardlib.wire import REDUCE
 
 _PARTS = 1 << 16  # bytes of a reduction from which each member makes a part of it
-_scattered: dict[int, Collective] = {}  # those that have begun, by the address of what waits for them
 
 
 def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor:
@@ -61,20 +60,21 @@ def scatter(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     out = here.empty(out.shape, out.dtype)
     rows = [x.view(here.size, -1) for x in xs]
     begun = here.begin(here.number(), out, _put(out, {i: [r[i] for r in rows] for i in here.others}))
-    _scattered[out.untyped_storage().data_ptr()] = begun
+    here.sums[out.untyped_storage().data_ptr()] = begun
     return here.until(out, lambda: here.wait(begun))
 
 
 def total(here: Shared, arrived: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """The sum of a member's rows on all, after `scatter`."""
-    begun = _scattered.pop(arrived.untyped_storage().data_ptr())
+    begun = here.sums.pop(arrived.untyped_storage().data_ptr())
     out = summed(here.me, {i: piece.tensor(arrived.shape[1], arrived.dtype) for i, piece in begun.came.items()}, xs)
     here.read(begun)
     return out
 
 
 def reduce(here: Shared, x: Tensor, out: Tensor, op: str) -> Tensor:
-    """Of little each member reads all that the others have, of much a part, and then what they made of theirs."""
+    """Of little each member reads all that the others have, of much a part, and then what they made of theirs: that
+    begins in `wait`, so members wait in the same order."""
     n, me, others = here.size, here.me, here.others
     lies = here.empty([x.numel()], x.dtype)
     lies.view(x.shape).copy_(x)
@@ -118,9 +118,9 @@ def _reduced(rows: Iterable[Tensor], op: str, out: Tensor) -> None:
     first, second, *rest = rows
     narrow = out.is_floating_point() and out.dtype.itemsize < 4
     wide = torch.empty_like(out, dtype=torch.float32) if narrow else out
-    REDUCE[op](first.to(wide.dtype), second, out=wide)
+    REDUCE[op](first.to(wide.dtype), second.to(wide.dtype), out=wide)
     for row in rest:
-        REDUCE[op](wide, row, out=wide)
+        REDUCE[op](wide, row.to(wide.dtype), out=wide)
     if op == "avg":
         wide /= 2 + len(rest)
     if wide is not out:

@@ -97,11 +97,12 @@ def _sum(arrived: Tensor, xs: list[Tensor], size: int, group: str) -> Tensor:
 
 def _reduce(x: Tensor, op: str, group: str) -> Tensor:
     here = shared(group)
-    return blocks.reduce(here, x, torch.empty_like(x), op) if here else _ops.all_reduce(x, op, group)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return blocks.reduce(here, x, out, op) if here else _ops.all_reduce(x, op, group)
 
 
 def _reduce_(x: Tensor, op: str, group: str) -> Tensor:
-    here = shared(group)
+    here = shared(group) if x.is_contiguous() else None
     return blocks.reduce(here, x, x, op) if here else _ops.all_reduce_(x, op, group)
 
 
@@ -123,7 +124,7 @@ for _name, _run, _shape in (
     ("posted_gather", _gather, _gathered),
     ("posted_exchange", _exchange, _exchanged),
     ("posted_scatter", _scatter, _scattered),
-    ("posted_reduce", _reduce, lambda x, op, group: torch.empty_like(x)),
+    ("posted_reduce", _reduce, lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format)),
     ("posted_reduce_", _reduce_, lambda x, op, group: x),
     ("posted_sum", _sum, lambda arrived, xs, size, group: arrived.new_empty(arrived.shape[1])),
 ):

@@ -5,6 +5,7 @@ own and tells the others where that lies, over a socket to each. They read it th
 for something else. A socket also tells at once when its other end is gone.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -27,50 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib.errors import RankError
+from shardlib.mapped import Block, Piece, mapped
 from shardlib.wire import named, resolve, until
 
 _MESSAGE = struct.Struct("=cqqqq")  # what it says, a collective's number, a block, offset and bytes in it
 _GIVEN, _READ, _DROPPED = b"g", b"r", b"d"
-_MEET = 60.0  # seconds in which the members connect
-
-
-class Piece:
-    """What a member gives: bytes of a block of its own."""
-
-    def __init__(self, rank: int, memory: mmap.mmap, offset: int, size: int) -> None:
-        self.rank, self.memory, self.offset, self.size = rank, memory, offset, size
-
-    def tensor(self, count: int, dtype: torch.dtype) -> Tensor:
-        """As a tensor of so many elements, where it lies. Raises RankError when it is something else."""
-        if count * dtype.itemsize != self.size:
-            raise RankError(f"rank {self.rank} gives {self.size} bytes, {count * dtype.itemsize} are wanted from it")
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.offset)
+_MEET = 60.0  # seconds in which the members connect, at most; less where the group's timeout is short
 
 
 Take = Callable[[int, Piece], None]
-
-
-class _Block:
-    """Memory of this process that the others may map."""
-
-    def __init__(self, name: int, size: int) -> None:
-        self.name, self.size, self.used = name, size, name
-        self.fd = os.memfd_create("shardlib")  # until the others have been told of it
-        os.ftruncate(self.fd, size)
-        self.memory = mmap.mmap(self.fd, size)
-        self.view: Callable[[], memoryview | None] = lambda: None  # through which a tensor holds the memory
-        self.unread: set[int] = set()  # members that are still to read what lies there
-
-    def told(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
-
-    @property
-    def free(self) -> bool:
-        return not self.unread and self.view() is None
 
 
 class _Work(dist.Work):
@@ -96,9 +62,10 @@ class Collective:
     def __init__(self, number: int) -> None:
         self.number = number
         self.came: dict[int, Piece] = {}  # by the member that gives it
-        self.block: _Block | None = None  # of what is given here
+        self.block: Block | None = None  # of what is given here
         self.take: Take | None = None
         self.taken: set[int] = set()
+        self.failed: Exception | None = None  # of taking
 
 
 class Shared:
@@ -111,12 +78,13 @@ class Shared:
         for s in sockets.values():
             s.setblocking(False)
             self.poll.register(s, select.POLLIN)
-        self.numbers = self.asked = 0
-        self.blocks: defaultdict[int, list[_Block]] = defaultdict(list)  # by size
-        self.at: dict[int, _Block] = {}  # by address
-        self.maps: dict[tuple[int, int], mmap.mmap] = {}  # of the others, by member and name
+        self.numbers = self.asked = self.peak = 0
+        self.blocks: defaultdict[int, list[Block]] = defaultdict(list)  # by size
+        self.at: dict[int, Block] = {}  # by address
+        self.maps: dict[tuple[int, int], torch.UntypedStorage] = {}  # of the others, by member and name
         self.open: dict[int, Collective] = {}  # by number
         self.works: set[_Work] = set()  # not waited for yet
+        self.sums: dict[int, Collective] = {}  # scatters that are to be summed, by the address of what waits for them
         self.gone: set[int] = set()
 
     # ---- what collectives use
@@ -124,7 +92,9 @@ class Shared:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that the others can read. Its block is free for another once it is gone, and read."""
         count = math.prod(shape)
-        block = self._block(-(-max(1, count * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        size = max(1, count * dtype.itemsize)
+        unit = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))  # so that what is about as large uses it again
+        block = self._block(-(-size // unit) * unit)
         view = memoryview(block.memory)
         flat = torch.frombuffer(view, dtype=dtype, count=max(1, count))
         block.view = weakref.ref(view)
@@ -164,6 +134,8 @@ class Shared:
                 late = named(self.ranks[m] for m in missing)
                 raise dist.DistNetworkError(f"timed out after {self.timeout:g} s waiting for {late} of this host")
             self._hear(left)
+        if here.failed:
+            raise here.failed
         return here.came
 
     def read(self, here: Collective) -> None:
@@ -181,21 +153,31 @@ class Shared:
 
     # ---- blocks
 
-    def _block(self, size: int) -> _Block:
-        """A free one of that size, or a new one, then without those that have not been used for long."""
+    def _block(self, size: int) -> Block:
+        """A free one of that size, or a new one. Then those that were used last remain, up to twice what was ever in
+        use at once."""
         self._hear(0)
         self.asked += 1
         found = next((b for b in self.blocks[size] if b.free), None)
         if found is None:
-            since = self.asked - 4 * len(self.at)
-            for address, old in [(a, b) for a, b in self.at.items() if b.free and b.used < since]:
-                self.blocks[old.size].remove(self.at.pop(address))
-                for m in self.sockets:
-                    self._send(m, _DROPPED, block=old.name)
-            found = _Block(self.asked, size)
+            free = sorted((b for b in self.at.values() if b.free), key=lambda b: b.used)
+            idle = sum(b.size for b in free)
+            self.peak = max(self.peak, size + sum(b.size for b in self.at.values()) - idle)
+            for old in free:
+                if idle > 2 * self.peak:
+                    self._drop(old)
+                    idle -= old.size
+            found = Block(self.asked, size)
             self.blocks[size].append(found)
         found.used = self.asked
         return found
+
+    def _drop(self, block: Block) -> None:
+        self.blocks[block.size].remove(block)
+        del self.at[block.memory.storage.data_ptr()]
+        for m in self.sockets if block.fd < 0 else ():
+            self._send(m, _DROPPED, block=block.name)
+        block.told()
 
     # ---- what is said
 
@@ -226,17 +208,22 @@ class Shared:
 
     def _take(self, member: int, said: bytes, fds: list[int]) -> None:
         what, number, name, offset, size = _MESSAGE.unpack(said)
-        if fds:
-            self.maps[member, name] = mmap.mmap(fds[0], 0)
-            os.close(fds[0])
+        for fd in fds:
+            try:
+                self.maps[member, name] = mapped(fd, os.fstat(fd).st_size)
+            finally:
+                os.close(fd)
         if what == _GIVEN:
             here = self._open(number)
+            if (member, name) not in self.maps:
+                rank = self.ranks[member]
+                raise RankError(f"no memory came with what rank {rank} gives: too many open files here (ulimit -n)")
             here.came[member] = Piece(self.ranks[member], self.maps[member, name], offset, size)
             self._go_on(here)
         elif what == _READ:
             self._was_read(self._open(number), member)
         else:
-            del self.maps[member, name]
+            self.maps.pop((member, name), None)
 
     def _open(self, number: int) -> Collective:
         return self.open.setdefault(number, Collective(number))
@@ -253,7 +240,10 @@ class Shared:
         while here.take and (new := here.came.keys() - here.taken):
             m = new.pop()
             here.taken.add(m)  # first, since sending may take in more
-            here.take(m, here.came[m])
+            try:
+                here.take(m, here.came[m])
+            except Exception as e:  # of this collective: whoever waits for it is to know
+                here.failed = e
             self._send(m, _READ, here.number)
         if len(here.came) == len(self.sockets):
             here.take = None  # and what that holds
@@ -270,17 +260,27 @@ class Shared:
                 else:
                     to.send(said, socket.MSG_NOSIGNAL)
                 return
-            except BlockingIOError:  # it has not taken in much of what it was told, perhaps since it waits to tell us
-                full = select.poll()
-                for s in self.sockets.values():
-                    full.register(s, select.POLLIN | (select.POLLOUT if s is to else 0))
-                full.poll(1e3)
+            except ConnectionError:
+                return  # whoever waits for it will find out
+            except OSError as e:
+                if e.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    raise
+                self._until_there_is_room(to, e.errno)
                 if time.monotonic() > deadline:
                     late = named([self.ranks[member]])
                     raise dist.DistNetworkError(f"timed out after {self.timeout:g} s telling {late}") from None
-                self._hear(0)
-            except ConnectionError:
-                return  # whoever waits for it will find out
+
+    def _until_there_is_room(self, to: socket.socket, why: int) -> None:
+        """A member has not taken in what it was told, perhaps since it waits to tell us: hear it."""
+        if why == errno.ETOOMANYREFS:  # files on their way
+            time.sleep(1e-3)
+        else:
+            full = select.poll()
+            for m, s in self.sockets.items():
+                if m not in self.gone:
+                    full.register(s, select.POLLIN | (select.POLLOUT if s is to else 0))
+            full.poll(1e3)
+        self._hear(0)
 
 
 # ---- how members meet
@@ -316,6 +316,8 @@ if hasattr(os, "register_at_fork"):
 def _meet(pg: dist.ProcessGroup) -> Shared | None:
     """Connect to all members, where all of them are here and can."""
     ranks, me = dist.get_process_group_ranks(pg), pg.rank()
+    timeout: timedelta = pg._get_backend(torch.device("cpu")).options._timeout  # what gloo keeps to
+    deadline = time.monotonic() + min(_MEET, timeout.total_seconds() / 4)
     sockets: dict[int, socket.socket] = {}
     with ExitStack() as opened:
         name = f"\0shardlib-{secrets.token_hex(8)}"
@@ -326,28 +328,34 @@ def _meet(pg: dist.ProcessGroup) -> Shared | None:
             return None
         with suppress(OSError):
             for other in range(me):
-                s = opened.enter_context(_socket())
+                s = opened.enter_context(_socket(deadline))
                 s.connect(hosts[other][1])
+                if _user(s) != os.getuid():
+                    raise PermissionError
                 s.send(me.to_bytes(4, "big"))
                 sockets[other] = s
             while len(sockets) < len(ranks) - 1:
-                s = opened.enter_context(listener.accept()[0])
-                s.settimeout(_MEET)
-                if _user(s) == os.getuid():
-                    sockets[int.from_bytes(s.recv(4), "big")] = s
+                listener.settimeout(max(1e-3, deadline - time.monotonic()))
+                s = listener.accept()[0]
+                s.settimeout(max(1e-3, deadline - time.monotonic()))
+                said = s.recv(4) if _user(s) == os.getuid() else b""
+                other = int.from_bytes(said, "big")
+                if len(said) < 4 or not me < other < len(ranks):
+                    s.close()
+                    continue
+                sockets[other] = opened.enter_context(s)
         agreed: list[Any] = [None] * len(ranks)
         dist.all_gather_object(agreed, len(sockets) == len(ranks) - 1, group=pg)
         if not all(agreed):
             return None
         opened.pop_all()
     listener.close()
-    timeout: timedelta = pg._get_backend(torch.device("cpu")).options._timeout  # what gloo keeps to
     return Shared(ranks, me, sockets, timeout)
 
 
-def _socket() -> socket.socket:
+def _socket(deadline: float) -> socket.socket:
     s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    s.settimeout(_MEET)
+    s.settimeout(max(1e-3, deadline - time.monotonic()))
     return s
 
 
@@ -356,20 +364,20 @@ def _listener(name: str, members: int, opened: ExitStack) -> socket.socket | Non
     if sys.platform != "linux" or os.environ.get("SHARDLIB_SHARED_MEMORY") == "0":
         return None
     try:
-        os.close(os.memfd_create("shardlib"))
+        Block(0, mmap.PAGESIZE).told()
         _host()
-        s = opened.enter_context(_socket())
+        s = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         s.bind(name)
         s.listen(members)
         return s
-    except OSError:
+    except (OSError, RuntimeError, AttributeError):  # no memfd, no /proc
         return None
 
 
-def _host() -> tuple[str, int, int]:
+def _host() -> tuple[str, int, int, int]:
     """What processes have in common that can connect: a kernel since it started, a network of it, a user."""
-    network = os.stat("/proc/self/ns/net").st_ino
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), network, os.getuid()
+    network, users = (os.stat(f"/proc/self/ns/{x}").st_ino for x in ("net", "user"))
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), network, users, os.getuid()
 
 
 def _user(s: socket.socket) -> int:

@@ -1,6 +1,7 @@
 """Memory that processes of one host share: what is given, who is gone or late, and what becomes of the blocks."""
 
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -59,6 +60,27 @@ def reduced() -> list[bool]:
 def test_reductions_are_those_of_one_process():
     for same in on_ranks(5, reduced):
         assert len(same) == 4 * 4 * 14 and all(same)
+
+
+def kinds() -> list[bool]:
+    """Gathers of any dtype, and four reductions in flight."""
+    with sl.make_mesh(dp=4) as mesh:
+        same = []
+        for dtype in (torch.bool, torch.int8, torch.complex64, torch.float16, torch.float8_e5m2):
+            x = torch.tensor([mesh.rank % 2, 1, 0]).to(dtype)
+            found, wanted = wait(gather(x, mesh)), torch.tensor([[r % 2, 1, 0] for r in range(4)]).view(-1).to(dtype)
+            same.append(torch.equal(found.to(torch.complex64), wanted.to(torch.complex64)))
+        xs = [torch.full((n,), float(mesh.rank + 1)) for n in (5, 40_000, 1, 70_001)]
+        begun = [MINE.posted_reduce(x, "sum", mesh.group(("dp",))) for x in xs]
+        same += [torch.equal(wait(b), torch.full_like(x, 10.0)) for x, b in zip(xs, begun, strict=True)]
+        turned = torch.arange(12.0).view(3, 4).T
+        same.append(torch.equal(wait(MINE.posted_reduce(turned, "sum", mesh.group(("dp",)))), 4 * turned))
+        return same
+
+
+def test_other_values():
+    for same in on_ranks(4, kinds):
+        assert len(same) == 10 and all(same)
 
 
 def many() -> bool:
@@ -132,54 +154,55 @@ def test_blocks_are_used_again_and_let_go():
 # ---- who is gone, late, or elsewhere
 
 
-def told(at: Any, timeout: float = 20) -> str:
-    """What rank 0 of three raises when it gathers after rank 2 has done `at(mesh)`."""
+def leave_a_child(mesh: Mesh) -> None:
+    """Which would hold this rank's sockets."""
+    if os.fork() == 0:
+        time.sleep(15)
+        os._exit(0)
+    gone(mesh)
 
-    def body() -> None:
-        with sl.make_mesh(dp=3, timeout=timeout) as mesh:
+
+def gone(mesh: Mesh) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(mesh: Mesh) -> None:
+    time.sleep(30)
+
+
+def another(mesh: Mesh) -> None:
+    wait(gather(torch.ones(4), mesh))
+
+
+def disturbed(how: str, timeout: float) -> None:
+    """Three ranks gather after rank 2 has done something."""
+    with sl.make_mesh(dp=3, timeout=timeout) as mesh:
+        wait(gather(torch.ones(3), mesh))
+        dist.barrier()
+        if mesh.rank == 2:
+            globals()[how](mesh)
+        began = time.monotonic()
+        try:
             wait(gather(torch.ones(3), mesh))
-            dist.barrier()
-            if mesh.rank == 2:
-                at(mesh)
-            began = time.monotonic()
-            try:
-                wait(gather(torch.ones(3), mesh))
-            except (dist.DistNetworkError, sl.RankError) as e:
-                raise ValueError("<", type(e).__name__, str(e), round(time.monotonic() - began), ">") from None
+        except (dist.DistNetworkError, sl.RankError) as e:
+            raise ValueError("<", type(e).__name__, str(e), round(time.monotonic() - began), ">") from None
 
+
+@pytest.mark.parametrize(
+    "how, timeout, kind, message",
+    [
+        ("gone", 20, "DistNetworkError", "rank 2 of this host closed the connection"),
+        ("leave_a_child", 20, "DistNetworkError", "rank 2 of this host closed the connection"),
+        ("late", 1, "DistNetworkError", "timed out after 1 s waiting for rank 2 of this host"),
+        ("another", 20, "RankError", "rank 2 gives 48 bytes, 36 are wanted from it"),
+    ],
+)
+def test_a_rank_that(how, timeout, kind, message):
+    """What rank 0 raises, and after how many seconds."""
     with pytest.raises(AssertionError) as failed:
-        on_ranks(3, body, seconds=40)
+        on_ranks(3, disturbed, how, timeout, seconds=40)
     said = str(failed.value).split("rank 1 of 3")[0]
-    return said[said.rindex("('<'") :]
-
-
-def test_a_rank_that_is_gone():
-    said = told(lambda mesh: os.kill(os.getpid(), signal.SIGKILL))
-    assert said.startswith("('<', 'DistNetworkError', 'rank 2 of this host closed the connection', 0, '>')")
-
-
-def test_a_rank_that_is_gone_and_has_left_a_child():
-    """Which would hold its sockets."""
-
-    def leave(mesh: Mesh) -> None:
-        if os.fork() == 0:
-            time.sleep(15)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert told(leave).startswith("('<', 'DistNetworkError', 'rank 2 of this host closed the connection', 0, '>')")
-
-
-def test_a_rank_that_is_late():
-    said = told(lambda mesh: time.sleep(30), timeout=1)
-    assert said.startswith("('<', 'DistNetworkError', 'timed out after 1 s waiting for rank 2 of this host', 1, '>')")
-
-
-def test_a_rank_that_gives_something_else():
-    def other(mesh: Mesh) -> None:
-        wait(gather(torch.ones(4), mesh))
-
-    assert told(other).startswith("('<', 'RankError', 'rank 2 gives 48 bytes, 36 are wanted from it', 0, '>')")
+    assert said[said.rindex("('<'") :].startswith(f"('<', '{kind}', '{message}', {int(how == 'late')}, '>')")
 
 
 def ended() -> bool:
@@ -199,20 +222,52 @@ def test_a_rank_that_has_ended():
     assert all(on_ranks(2, ended))
 
 
-def where(how: str) -> tuple[bool, bool]:
-    """Whether memory is shared, and a gather right, where rank 1 is different."""
-    with sl.make_mesh(dp=3) as mesh:
+def where(how: str) -> tuple[bool, bool, float]:
+    """Whether memory is shared, whether a gather is right where rank 1 is different, and the seconds it took."""
+    with sl.make_mesh(dp=3, timeout=8) as mesh:
+        wait(OPS.all_reduce(torch.ones(1), "sum", mesh.group(("dp",))))
         if mesh.rank == 1 and how == "said so":
             os.environ["SHARDLIB_SHARED_MEMORY"] = "0"
         if mesh.rank == 1 and how == "another host":
-            shared._host = lambda: ("another", 1)
+            shared._host = lambda: ("another", 1, 1, 1)
         if mesh.rank == 1 and how == "cannot connect":
-            shared._MEET = 0.01
-            shared._socket = lambda: (_ for _ in ()).throw(OSError(24, "too many open files"))
+            shared._socket = lambda deadline: (_ for _ in ()).throw(OSError(24, "too many open files"))
+        began = time.monotonic()
         found = wait(gather(torch.full((1,), float(mesh.rank)), mesh))
-        return shared.shared(mesh.group(("dp",))) is not None, found.tolist() == [0.0, 1.0, 2.0]
+        took = time.monotonic() - began
+        return shared.shared(mesh.group(("dp",))) is not None, found.tolist() == [0.0, 1.0, 2.0], took
 
 
 @pytest.mark.parametrize("how", ["", "said so", "another host", "cannot connect"])
 def test_all_share_or_none_does(how):
-    assert on_ranks(3, where, how) == [(how == "", True)] * 3
+    for here, right, took in on_ranks(3, where, how):
+        assert (here, right) == (how == "", True) and took < 4
+
+
+def files() -> tuple[int, int]:
+    """How many this process has open, before and after forty blocks have come into use."""
+    with sl.make_mesh(dp=2) as mesh:
+        wait(gather(torch.ones(1), mesh))
+        before = len(os.listdir("/proc/self/fd"))
+        held = [wait(gather(torch.ones(1000), mesh)) for _ in range(40)]
+        dist.barrier()
+        return before, len(os.listdir("/proc/self/fd")) - before + 0 * len(held)
+
+
+def test_blocks_hold_no_files_open():
+    for before, more in on_ranks(2, files):
+        assert before and more <= 2
+
+
+def few_files() -> bool:
+    """More files are on their way than a process may have open."""
+    with sl.make_mesh(dp=2) as mesh:
+        wait(gather(torch.ones(1), mesh))
+        have = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (have + 20, have + 20))
+        begun = [gather(torch.full((1000,), float(mesh.rank)), mesh) for _ in range(60)]
+        return all(wait(x)[::1000].tolist() == [0.0, 1.0] for x in begun)
+
+
+def test_few_files():
+    assert all(on_ranks(2, few_files))

@@ -53,7 +53,7 @@ def hoist(module: GraphModule) -> GraphModule:
             if chain is not None and _taken(child.graph, chain, calls):
                 _after(child.graph, chain, calls)
         dead_code(child)
-    return module
+    return dead_code(module)
 
 
 def _phases(node: Node) -> dict[str, Any]:
@@ -124,6 +124,5 @@ def _after(graph: Graph, chain: Sequence[Node], calls: Sequence[Node]) -> None:
         for i, end in enumerate(ends):
             if end in chain and i in read:
                 read[i].replace_all_uses_with(copies[end])
-                call.graph.erase_node(read[i])
     for n in reversed(chain):
         graph.erase_node(n)
