@@ -4,27 +4,22 @@ others read it, and takes what it needs from where it lies.
 The operands are those of the ops in `posted`, `out` is what these return.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from shardlib.shared import Piece, Shared
-from shardlib.wire import REDUCE
+from shardlib.wire import reduced
 
 _PARTS = 1 << 16  # bytes of a reduction from which each member makes a part of it
 
 
 def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor:
     """The others read a member's rows where its own result lies; with `own` in a copy beside that."""
-    counts, n, me = [x.numel() for x in xs], here.size, here.me
+    counts, me = [x.numel() for x in xs], here.me
     if not own:
         out = here.empty(out.shape, out.dtype)
-
-    def rows(whole: Tensor) -> list[Tensor]:
-        return [part.view(n, -1) for part in whole.view(-1).split([n * count for count in counts])]
-
-    mine = rows(out)
+    mine = rows(out, xs, here.size)
     for r, x in zip(mine, xs, strict=True):
         r[me].copy_(x.reshape(-1))
 
@@ -32,7 +27,7 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
         if own:
             theirs = piece.tensor(sum(counts), out.dtype).split(counts)
         else:
-            theirs = [r[i] for r in rows(piece.tensor(out.numel(), out.dtype))]
+            theirs = [r[i] for r in rows(piece.tensor(out.numel(), out.dtype), xs, here.size)]
         for r, x in zip(mine, theirs, strict=True):
             r[i].copy_(x)
 
@@ -42,13 +37,18 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
     return here.until(out, lambda: here.wait(begun), *xs)
 
 
+def rows(whole: Tensor, xs: Sequence[Tensor], size: int) -> list[Tensor]:
+    """What is gathered of each tensor: views of the whole, a row for each member."""
+    return [part.view(size, -1) for part in whole.view(-1).split([size * x.numel() for x in xs])]
+
+
 def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Tensor:
     """Each member copies its rows from where the others have put theirs."""
-    rows, given, me = out.split(takes), x.split(gives), here.me
-    rows[me].copy_(given[me])
+    taken, given, me = out.split(takes), x.split(gives), here.me
+    taken[me].copy_(given[me])
 
     def take(i: int, piece: Piece) -> None:
-        rows[i].copy_(piece.tensor(rows[i].numel(), out.dtype).view(rows[i].shape))
+        taken[i].copy_(piece.tensor(taken[i].numel(), out.dtype).view(taken[i].shape))
 
     lies = here.empty([x.numel() - given[me].numel()], x.dtype)
     begun = here.begin(here.number(), lies, _put(lies, {i: [given[i]] for i in here.others}), take)
@@ -58,8 +58,8 @@ def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: 
 def scatter(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """Instead of what the others have of this member's rows: what it has of theirs, which they read when they sum."""
     out = here.empty(out.shape, out.dtype)
-    rows = [x.view(here.size, -1) for x in xs]
-    begun = here.begin(here.number(), out, _put(out, {i: [r[i] for r in rows] for i in here.others}))
+    given = [x.view(here.size, -1) for x in xs]
+    begun = here.begin(here.number(), out, _put(out, {i: [g[i] for g in given] for i in here.others}))
     here.sums[out.untyped_storage().data_ptr()] = begun
     return here.until(out, lambda: here.wait(begun))
 
@@ -86,15 +86,15 @@ def reduce(here: Shared, x: Tensor, out: Tensor, op: str) -> Tensor:
     def end() -> None:
         own, came = parts[me], here.wait(begun)
         made = here.empty(own.shape, own.dtype) if second else out.view(-1)
-        _reduced((own if i == me else came[i].tensor(own.numel(), own.dtype) for i in range(n)), op, made)
+        reduced((own if i == me else came[i].tensor(own.numel(), own.dtype) for i in range(n)), op, made)
         here.read(begun)
         if not second:
             return
-        rows = out.view(-1).tensor_split(n)
-        rows[me].copy_(made)
+        whole = out.view(-1).tensor_split(n)
+        whole[me].copy_(made)
 
         def take(i: int, piece: Piece) -> None:
-            rows[i].copy_(piece.tensor(rows[i].numel(), out.dtype))
+            whole[i].copy_(piece.tensor(whole[i].numel(), out.dtype))
 
         here.wait(here.begin(second, made, dict.fromkeys(others, (0, made.nbytes)), take))
 
@@ -107,24 +107,10 @@ def summed(me: int, theirs: Mapping[int, Tensor], xs: Sequence[Tensor]) -> Tenso
     out = xs[0].new_empty(sum(x.numel() for x in xs) // size)
     for x in xs:
         own = x.view(size, -1)[me]
-        rows = (own if i == me else theirs[i][at : at + len(own)] for i in range(size))
-        _reduced(rows, "sum", out[at : at + len(own)])
+        each = (own if i == me else theirs[i][at : at + len(own)] for i in range(size))
+        reduced(each, "sum", out[at : at + len(own)])
         at += len(own)
     return out
-
-
-def _reduced(rows: Iterable[Tensor], op: str, out: Tensor) -> None:
-    """The reduction of some tensors, in their order, into `out`; of 16 bits in float32."""
-    first, second, *rest = rows
-    narrow = out.is_floating_point() and out.dtype.itemsize < 4
-    wide = torch.empty_like(out, dtype=torch.float32) if narrow else out
-    REDUCE[op](first.to(wide.dtype), second.to(wide.dtype), out=wide)
-    for row in rest:
-        REDUCE[op](wide, row.to(wide.dtype), out=wide)
-    if op == "avg":
-        wide /= 2 + len(rest)
-    if wide is not out:
-        out.copy_(wide)
 
 
 def _put(lies: Tensor, gives: Mapping[int, Sequence[Tensor]]) -> dict[int, tuple[int, int]]:

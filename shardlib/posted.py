@@ -54,8 +54,7 @@ def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tenso
     if here := shared(group):
         return blocks.gather(here, out, xs, own)
     pg = resolve(group)
-    rows = [piece.view(size, -1) for piece in out.view(-1).split([size * x.numel() for x in xs])]
-    others = _others(pg)
+    rows, others = blocks.rows(out, xs, size), _others(pg)
     works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))
     for r, x in zip(rows, xs, strict=True):
         r[pg.rank()].copy_(x.reshape(-1))

@@ -321,10 +321,10 @@ def _meet(pg: dist.ProcessGroup) -> Shared | None:
     sockets: dict[int, socket.socket] = {}
     with ExitStack() as opened:
         name = f"\0shardlib-{secrets.token_hex(8)}"
-        listener = _listener(name, len(ranks), opened)
+        listener, here = _listener(name, len(ranks), opened)
         hosts: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(hosts, (_host(), name) if listener else None, group=pg)
-        if not listener or any(h is None or h[0] != _host() for h in hosts):
+        dist.all_gather_object(hosts, (here, name) if listener else None, group=pg)
+        if not listener or any(h is None or h[0] != here for h in hosts):
             return None
         with suppress(OSError):
             for other in range(me):
@@ -359,19 +359,19 @@ def _socket(deadline: float) -> socket.socket:
     return s
 
 
-def _listener(name: str, members: int, opened: ExitStack) -> socket.socket | None:
-    """A socket to which the others can connect, where there is all that this needs."""
+def _listener(name: str, members: int, opened: ExitStack) -> tuple[socket.socket | None, Any]:
+    """A socket to which the others can connect, and the host, where there is all that this needs."""
     if sys.platform != "linux" or os.environ.get("SHARDLIB_SHARED_MEMORY") == "0":
-        return None
+        return None, None
     try:
         Block(0, mmap.PAGESIZE).told()
-        _host()
+        here = _host()
         s = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         s.bind(name)
         s.listen(members)
-        return s
+        return s, here
     except (OSError, RuntimeError, AttributeError):  # no memfd, no /proc
-        return None
+        return None, None
 
 
 def _host() -> tuple[str, int, int, int]:

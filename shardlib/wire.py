@@ -182,13 +182,27 @@ REDUCE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch
 
 
 def _reduced(args: Sequence[Args]) -> Tensor:
-    (x, op), others = args[0][:2], args[1:]
+    x, op = args[0][:2]
     if op not in REDUCE:
         raise RankError(f"`{op}` is no reduction; use {listing(REDUCE)}")
-    out = x.to(torch.float32) if x.is_floating_point() and x.dtype.itemsize < 4 else x.clone()
-    for y in others:
-        REDUCE[op](out, y[0], out=out)
-    return (out.div_(len(args)) if op == "avg" else out).to(x.dtype)
+    out = torch.empty_like(x)
+    reduced((a[0] for a in args), op, out)
+    return out
+
+
+def reduced(xs: Iterable[Tensor], op: str, out: Tensor) -> None:
+    """The reduction of some tensors, in their order, into `out`; of 16 bits in float32."""
+    first, *rest = xs
+    narrow = out.is_floating_point() and out.dtype.itemsize < 4
+    wide = torch.empty_like(out, dtype=torch.float32) if narrow else out
+    if not rest:
+        wide.copy_(first)
+    for i, x in enumerate(rest):
+        REDUCE[op](wide if i else first.to(wide.dtype), x.to(wide.dtype), out=wide)
+    if op == "avg":
+        wide.div_(1 + len(rest))
+    if wide is not out:
+        out.copy_(wide)
 
 
 def _each(x: Tensor, n: int) -> list[Tensor]:

@@ -251,7 +251,8 @@ def files() -> tuple[int, int]:
         before = len(os.listdir("/proc/self/fd"))
         held = [wait(gather(torch.ones(1000), mesh)) for _ in range(40)]
         dist.barrier()
-        return before, len(os.listdir("/proc/self/fd")) - before + 0 * len(held)
+        assert len(held) == len(memory(mesh).at) - 1
+        return before, len(os.listdir("/proc/self/fd")) - before
 
 
 def test_blocks_hold_no_files_open():
