@@ -23,7 +23,8 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
     for r, x in zip(mine, xs, strict=True):
         r[me].copy_(x.reshape(-1))
 
-    def take(i: int, piece: Piece) -> None:
+    def take(i: int, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
         if own:
             theirs = piece.tensor(sum(counts), out.dtype).split(counts)
         else:
@@ -31,9 +32,8 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
         for r, x in zip(mine, theirs, strict=True):
             r[i].copy_(x)
 
-    lies = here.empty([sum(counts)], out.dtype) if own else out
-    place = _put(lies, {me: xs})[me] if own else (0, out.nbytes)
-    begun = here.begin(here.number(), lies, dict.fromkeys(here.others, place), take)
+    lies = _put(here, {me: xs})[me] if own else out
+    begun = here.begin(here.number(), {i: [lies] for i in here.others}, take)
     return here.until(out, lambda: here.wait(begun), *xs)
 
 
@@ -47,78 +47,89 @@ def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: 
     taken, given, me = out.split(takes), x.split(gives), here.me
     taken[me].copy_(given[me])
 
-    def take(i: int, piece: Piece) -> None:
+    def take(i: int, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
         taken[i].copy_(piece.tensor(taken[i].numel(), out.dtype).view(taken[i].shape))
 
-    lies = here.empty([x.numel() - given[me].numel()], x.dtype)
-    begun = here.begin(here.number(), lies, _put(lies, {i: [given[i]] for i in here.others}), take)
+    put = _put(here, {i: [given[i]] for i in here.others})
+    begun = here.begin(here.number(), {i: [x] for i, x in put.items()}, take)
     return here.until(out, lambda: here.wait(begun), x)
 
 
 def scatter(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
-    """Instead of what the others have of this member's rows: what it has of theirs, which they read when they sum."""
-    out = here.empty(out.shape, out.dtype)
-    given = [x.view(here.size, -1) for x in xs]
-    begun = here.begin(here.number(), out, _put(out, {i: [g[i] for g in given] for i in here.others}))
+    """The others read a member's rows of theirs when they sum: where they are, or else in a copy. The result holds
+    nothing, but `total` knows it."""
+    out = out if out.numel() else here.empty(out.shape, out.dtype)  # an address of its own
+    held, copied = ([x.view(here.size, -1) for x in xs if here.holds(x) == inside] for inside in (True, False))
+    put = _put(here, {i: [x[i] for x in copied] for i in here.others}) if copied else {}
+    begun = here.begin(here.number(), {i: [*([put[i]] if put else []), *(x[i] for x in held)] for i in here.others})
     here.sums[out.untyped_storage().data_ptr()] = begun
-    return here.until(out, lambda: here.wait(begun))
+    return here.until(out, lambda: here.wait(begun), *xs)
 
 
 def total(here: Shared, arrived: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """The sum of a member's rows on all, after `scatter`."""
     begun = here.sums.pop(arrived.untyped_storage().data_ptr())
-    out = summed(here.me, {i: piece.tensor(arrived.shape[1], arrived.dtype) for i, piece in begun.came.items()}, xs)
+    counts = [x.numel() // here.size for x in xs]
+    held = [here.holds(x) for x in xs]
+    copied = [c for c, h in zip(counts, held, strict=True) if not h]
+
+    def given(pieces: Sequence[Piece]) -> list[Tensor]:
+        it = iter(pieces)
+        others = iter(next(it).tensor(sum(copied), arrived.dtype).split(copied) if copied else ())
+        return [next(it).tensor(c, arrived.dtype) if h else next(others) for c, h in zip(counts, held, strict=True)]
+
+    out = summed(here.me, {i: given(pieces) for i, pieces in begun.came.items()}, xs)
     here.read(begun)
     return out
 
 
 def reduce(here: Shared, x: Tensor, out: Tensor, op: str) -> Tensor:
     """Of little each member reads all that the others have, of much a part, and then what they made of theirs: that
-    begins in `wait`, so members wait in the same order."""
+    begins in `wait`, so members wait in the same order. With `out` the operand itself, where the others can read it,
+    each part is written when its member has read it: nobody else may write there before they have read the result."""
     n, me, others = here.size, here.me, here.others
-    lies = here.empty([x.numel()], x.dtype)
-    lies.view(x.shape).copy_(x)
-    parts = [lies] * n if n < 4 or x.nbytes < _PARTS else [*lies.tensor_split(n)]
-    places = [(int(p.storage_offset()) * p.itemsize, p.nbytes) for p in parts]
-    begun = here.begin(here.number(), lies, {i: places[i] for i in others})
+    inside = out is x and here.holds(x)
+    lies = x.view(-1) if inside else _put(here, {me: [x]})[me]
+    parts = [*lies.tensor_split(n)] if inside or (n > 3 and x.nbytes >= _PARTS) else [lies] * n
+    begun = here.begin(here.number(), {i: [parts[i]] for i in others})
     second = here.number() if parts[me] is not lies else 0
 
     def end() -> None:
         own, came = parts[me], here.wait(begun)
-        made = here.empty(own.shape, own.dtype) if second else out.view(-1)
-        reduced((own if i == me else came[i].tensor(own.numel(), own.dtype) for i in range(n)), op, made)
+        made = out.view(-1) if not second else own if inside and n == 2 else here.empty(own.shape, own.dtype)
+        reduced((own if i == me else came[i][0].tensor(own.numel(), own.dtype) for i in range(n)), op, made)
         here.read(begun)
         if not second:
             return
         whole = out.view(-1).tensor_split(n)
-        whole[me].copy_(made)
+        if made is not own:
+            whole[me].copy_(made)
 
-        def take(i: int, piece: Piece) -> None:
-            whole[i].copy_(piece.tensor(whole[i].numel(), out.dtype))
+        def take(i: int, pieces: Sequence[Piece]) -> None:
+            whole[i].copy_(pieces[0].tensor(whole[i].numel(), out.dtype))
 
-        here.wait(here.begin(second, made, dict.fromkeys(others, (0, made.nbytes)), take))
+        here.wait(here.begin(second, {i: [made] for i in others}, take))
 
     return here.until(out, end)
 
 
-def summed(me: int, theirs: Mapping[int, Tensor], xs: Sequence[Tensor]) -> Tensor:
+def summed(me: int, theirs: Mapping[int, Sequence[Tensor]], xs: Sequence[Tensor]) -> Tensor:
     """The sums of member `me`'s rows of each tensor, one after the other, with the others' rows of the same."""
     size, at = len(theirs) + 1, 0
     out = xs[0].new_empty(sum(x.numel() for x in xs) // size)
-    for x in xs:
+    for k, x in enumerate(xs):
         own = x.view(size, -1)[me]
-        each = (own if i == me else theirs[i][at : at + len(own)] for i in range(size))
-        reduced(each, "sum", out[at : at + len(own)])
-        at += len(own)
+        reduced((own if i == me else theirs[i][k] for i in range(size)), "sum", out[at : (at := at + len(own))])
     return out
 
 
-def _put(lies: Tensor, gives: Mapping[int, Sequence[Tensor]]) -> dict[int, tuple[int, int]]:
-    """Put tensors for some members one after the other; for each its offset and bytes."""
-    flat, at, places = lies.view(-1), 0, {}
+def _put(here: Shared, gives: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:
+    """Copies of tensors for some members, one after the other, in one block, since all members are to know of it."""
+    sizes = [sum(x.numel() for x in xs) for xs in gives.values()]
+    flat = here.empty([sum(sizes)], next(x.dtype for xs in gives.values() for x in xs))
+    put = dict(zip(gives, flat.split(sizes), strict=True))
     for i, xs in gives.items():
-        first = at
-        for x in xs:
-            flat[at : (at := at + x.numel())].view(x.shape).copy_(x)
-        places[i] = first * lies.itemsize, (at - first) * lies.itemsize
-    return places
+        for piece, x in zip(put[i].split([x.numel() for x in xs]), xs, strict=True):
+            piece.view(x.shape).copy_(x)
+    return put

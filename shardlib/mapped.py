@@ -46,7 +46,7 @@ class Block:
         self.memory: Any = bytes_.from_address(storage.data_ptr())
         self.memory.storage = storage
         self.view: Callable[[], memoryview | None] = lambda: None  # through which a tensor holds the memory
-        self.unread: set[int] = set()  # members that are still to read what lies there
+        self.unread: set[int] = set()  # collectives whose members are still to read what lies there
 
     def told(self) -> None:
         if self.fd >= 0:

@@ -24,16 +24,18 @@ from shardlib.graph.overlap import overlap as overlap
 from shardlib.graph.recompute import recompute as recompute
 from shardlib.graph.regather import regather as regather
 from shardlib.graph.shorten import shorten as shorten
+from shardlib.graph.squares import squares as squares
 from shardlib.switch import Switch
 
 Pass = Callable[[GraphModule], GraphModule]
-default: tuple[Pass, ...] = (dedupe, shorten, regather, bucket, hoist, overlap, in_place, reuse, join)
+default: tuple[Pass, ...] = (dedupe, shorten, squares, regather, bucket, hoist, overlap, in_place, reuse, join)
 
 
 def for_backend(passes: Sequence[Pass], backend: str) -> tuple[Pass, ...]:
-    """With `fuse` where regions are compiled, before what writes in place; without `reuse` and `join` where all is,
-    since a compiler places values itself; without `join`, which sends addresses to the GPU, where that is recorded."""
-    out = {"inductor": (reuse, join), "cudagraph": (join,)}.get(backend, ())
+    """With `fuse` where regions are compiled, before what writes in place, and without `squares`; without `reuse` and
+    `join` where all is, since a compiler places values itself; without `join`, which sends addresses to the GPU, where
+    that is recorded."""
+    out = {"regional": (squares,), "inductor": (squares, reuse, join), "cudagraph": (join,)}.get(backend, ())
     found = [one for one in passes if one not in out]
     if backend == "regional" and fuse not in found:
         found.insert(next((i for i, one in enumerate(found) if one in (in_place, reuse)), len(found)), fuse)

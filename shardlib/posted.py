@@ -20,6 +20,7 @@ from shardlib.wire import resolve, until
 
 _ops = torch.ops._c10d_functional
 _lib = torch.library.Library("shardlib", "FRAGMENT")
+_lib.define("posted_empty(int[] shape, ScalarType dtype, str group) -> Tensor")
 _lib.define("posted_gather(Tensor[] xs, int size, str group, bool own=False) -> Tensor")
 _lib.define("posted_exchange(Tensor x, int[] takes, int[] gives, str group) -> Tensor")
 _lib.define("posted_scatter(Tensor[] xs, int size, str group) -> Tensor")
@@ -45,6 +46,12 @@ def _pieces(x: Tensor) -> Sequence[Tensor]:
 def _others(pg: dist.ProcessGroup) -> list[int]:
     """The other members, from the next on: so not all send to the same at first."""
     return [(pg.rank() + i) % pg.size() for i in range(1, pg.size())]
+
+
+def _empty(shape: list[int], dtype: torch.dtype, group: str) -> Tensor:
+    """Memory for what is to be sent, where others read it if they share memory."""
+    here = shared(group)
+    return here.empty(shape, dtype) if here else torch.empty(shape, dtype=dtype)
 
 
 def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tensor:
@@ -90,8 +97,8 @@ def _sum(arrived: Tensor, xs: list[Tensor], size: int, group: str) -> Tensor:
     """The sums of what has arrived and the member's own rows, in the order of members; of 16 bits in float32."""
     if here := shared(group):
         return blocks.total(here, arrived, xs)
-    me = resolve(group).rank()
-    return blocks.summed(me, {i + (i >= me): row for i, row in enumerate(arrived)}, xs)
+    me, counts = resolve(group).rank(), [x.numel() // size for x in xs]
+    return blocks.summed(me, {i + (i >= me): row.split(counts) for i, row in enumerate(arrived)}, xs)
 
 
 def _reduce(x: Tensor, op: str, group: str) -> Tensor:
@@ -120,6 +127,7 @@ def _scattered(xs: list[Tensor], size: int, group: str) -> Tensor:
 
 
 for _name, _run, _shape in (
+    ("posted_empty", _empty, lambda shape, dtype, group: torch.empty(shape, dtype=dtype, device="meta")),
     ("posted_gather", _gather, _gathered),
     ("posted_exchange", _exchange, _exchanged),
     ("posted_scatter", _scatter, _scattered),
@@ -129,6 +137,7 @@ for _name, _run, _shape in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     _lib.impl(_name, _shape, "Meta")
+EMPTY = torch.ops.shardlib.posted_empty.default
 GATHER, EXCHANGE = torch.ops.shardlib.posted_gather.default, torch.ops.shardlib.posted_exchange.default
 SCATTER, SUM = torch.ops.shardlib.posted_scatter.default, torch.ops.shardlib.posted_sum.default
 REDUCED, REDUCED_ = torch.ops.shardlib.posted_reduce.default, torch.ops.shardlib.posted_reduce_.default

@@ -32,11 +32,11 @@ from shardlib.mapped import Block, Piece, mapped
 from shardlib.wire import named, resolve, until
 
 _MESSAGE = struct.Struct("=cqqqq")  # what it says, a collective's number, a block, offset and bytes in it
-_GIVEN, _READ, _DROPPED = b"g", b"r", b"d"
+_GIVEN, _LAST, _READ, _DROPPED = b"g", b"l", b"r", b"d"  # pieces, the last of them
 _MEET = 60.0  # seconds in which the members connect, at most; less where the group's timeout is short
 
 
-Take = Callable[[int, Piece], None]
+Take = Callable[[int, Sequence[Piece]], None]
 
 
 class _Work(dist.Work):
@@ -61,8 +61,11 @@ class Collective:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.came: dict[int, Piece] = {}  # by the member that gives it
-        self.block: Block | None = None  # of what is given here
+        self.coming: defaultdict[int, list[Piece]] = defaultdict(list)  # by the member that gives them
+        self.came: dict[int, list[Piece]] = {}  # of members that have given all
+        self.begun = False  # here
+        self.blocks: set[Block] = set()  # of what is given here
+        self.unread: set[int] = set()  # members that are still to read it
         self.take: Take | None = None
         self.taken: set[int] = set()
         self.failed: Exception | None = None  # of taking
@@ -106,23 +109,32 @@ class Shared:
         self.numbers += 1
         return self.numbers
 
-    def begin(
-        self, number: int, lies: Tensor, gives: Mapping[int, tuple[int, int]], take: Take | None = None
-    ) -> Collective:
-        """Give the other members pieces, each of some offset and bytes, of what `lies` where `empty` made it.
+    def holds(self, x: Tensor) -> bool:
+        """Whether the others can read a tensor where it is."""
+        return x.is_contiguous() and x.untyped_storage().data_ptr() in self.at
 
-        `take` is called with each member and the piece that it gives; without, these are there until `read`.
+    def begin(self, number: int, gives: Mapping[int, Sequence[Tensor]], take: Take | None = None) -> Collective:
+        """Give each of the other members some tensors, which `empty` made, or parts of those.
+
+        `take` is called with each member and the pieces that it gives; without, these are there until `read`.
         """
-        block, here = self.at[lies.untyped_storage().data_ptr()], self._open(number)
-        block.unread = gives.keys() - self.gone
-        here.block, here.take = block, take
-        for m, (offset, size) in gives.items():
-            self._send(m, _GIVEN, number, block.name, offset, size, fd=block.fd)
-        block.told()
+        here = self._open(number)
+        here.begun, here.take, here.unread = True, take, gives.keys() - self.gone
+        for m, xs in gives.items():
+            told = set[Block]()
+            for i, x in enumerate(xs):
+                block = self.at[x.untyped_storage().data_ptr()]
+                block.unread |= {number} if here.unread else set()
+                what, fd = _LAST if i == len(xs) - 1 else _GIVEN, -1 if block in told else block.fd
+                self._send(m, what, number, block.name, int(x.storage_offset()) * x.itemsize, x.nbytes, fd=fd)
+                told.add(block)
+            here.blocks |= told
+        for block in here.blocks:
+            block.told()
         self._go_on(here)
         return here
 
-    def wait(self, here: Collective) -> Mapping[int, Piece]:
+    def wait(self, here: Collective) -> Mapping[int, Sequence[Piece]]:
         """Wait until all others have given their pieces."""
         deadline = time.monotonic() + self.timeout
         while missing := self.sockets.keys() - here.came.keys():
@@ -213,13 +225,15 @@ class Shared:
                 self.maps[member, name] = mapped(fd, os.fstat(fd).st_size)
             finally:
                 os.close(fd)
-        if what == _GIVEN:
+        if what in (_GIVEN, _LAST):
             here = self._open(number)
             if (member, name) not in self.maps:
                 rank = self.ranks[member]
                 raise RankError(f"no memory came with what rank {rank} gives: too many open files here (ulimit -n)")
-            here.came[member] = Piece(self.ranks[member], self.maps[member, name], offset, size)
-            self._go_on(here)
+            here.coming[member].append(Piece(self.ranks[member], self.maps[member, name], offset, size))
+            if what == _LAST:
+                here.came[member] = here.coming.pop(member)
+                self._go_on(here)
         elif what == _READ:
             self._was_read(self._open(number), member)
         else:
@@ -229,14 +243,15 @@ class Shared:
         return self.open.setdefault(number, Collective(number))
 
     def _was_read(self, here: Collective, member: int) -> None:
-        if here.block:
-            here.block.unread.discard(member)
+        here.unread.discard(member)
         self._go_on(here)
 
     def _go_on(self, here: Collective) -> None:
         """Take what has come, if the collective has begun here; forget it when nothing more will be heard of it."""
-        if here.block is None:
+        if not here.begun:
             return
+        for block in here.blocks if not here.unread else ():
+            block.unread.discard(here.number)
         while here.take and (new := here.came.keys() - here.taken):
             m = new.pop()
             here.taken.add(m)  # first, since sending may take in more
@@ -247,7 +262,7 @@ class Shared:
             self._send(m, _READ, here.number)
         if len(here.came) == len(self.sockets):
             here.take = None  # and what that holds
-            if not here.block.unread:
+            if not here.unread:
                 self.open.pop(here.number, None)
 
     def _send(self, member: int, what: bytes, number: int = 0, block: int = 0, *place: int, fd: int = -1) -> None:

@@ -189,3 +189,33 @@ def test_in_place_gradient_of_logits(used):
     assert targets == [f"shardlib.token_scores_backward{'_' * taken}.default"]
     for a, b in zip(kept, found, strict=True):
         torch.testing.assert_close(b, a) if isinstance(a, Tensor) else None
+
+
+JOINED: dict[str, tuple[Callable[[Tensor], Any], int]] = {  # and how many parts are written where they are joined
+    "parts": (lambda x: torch.cat([x * 2, x - 1], -1), 2),
+    "parts that were written into": (lambda x: torch.cat([x * 2 + 1, (x - 1) / 3], 0), 2),
+    "one part": (lambda x: torch.cat([x * 2, torch.exp(x), x], 1), 1),
+    "in another order": (lambda x: torch.cat([(x * 2).permute(2, 0, 1), (x / 3).permute(-1, 0, 1)], 2), 2),
+    "read besides": (lambda x: torch.cat([y := x * 2, x / 3, y.sum(0, keepdim=True)], 0), 1),
+    "read later": (lambda x: (torch.cat([y := x * 2, x / 3]), torch.exp(y)), 1),
+    "twice": (lambda x: torch.cat([y := x * 2, x / 3, y]), 1),
+    "in two orders": (lambda x: torch.cat([(y := x * 2).permute(1, 0, 2), y.view(3, 2, 4)]), 0),
+    "in two places": (lambda x: (torch.cat([y := x * 2, x]), torch.cat([x, y])), 0),
+    "of another dtype": (lambda x: torch.cat([x * 2, (x * 9).int() * 2]), 1),
+    "twice the other": (lambda x: torch.cat([torch.add(x, x, alpha=2), x]), 0),
+    "a part of it": (lambda x: torch.cat([(x * 2)[:1], x]), 0),
+    "into itself": (lambda x: torch.cat([torch.cat([x * 2, x / 3]), x * 4]) + 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_is_joined_is_made_there(name):
+    f, wanted = JOINED[name]
+    x = torch.sin(torch.arange(24.0)).view(2, 3, 4)
+    with sl.make_mesh(dp=1, simulate=True):
+        run = sl.shard_map(f, in_specs="a b c", out_specs=None if isinstance(f(x), tuple) else "...")
+        found, nodes = (g(sl.shard(x, "a b c")) for g in (sl.jit(run), lambda x: lowered(run, x, use=[passes.reuse])))
+        for a, b in zip(tree.leaves(sl.gather(found)), tree.leaves(f(x)), strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+    made = [n for n in nodes.graph.nodes if n.kwargs.get("out") is not None and n.kwargs["out"] not in n.args]
+    assert len(made) == wanted

@@ -46,6 +46,7 @@ LAYERS = [
     [
         "graph.dedupe",
         "graph.shorten",
+        "graph.squares",
         "graph.regather",
         "graph.recompute",
         "graph.buckets",
@@ -53,6 +54,7 @@ LAYERS = [
         "graph.overlap",
         "graph.in_place",
         "graph.join",
+        "graph.placed",
         "graph.gloo",
         "graph.finite",
         "passes",

@@ -146,7 +146,7 @@ def test_backends_leave_out_what_they_do_themselves():
     assert names["graph"] == [one.__name__ for one in passes.default]
     assert names["regional"] == "dedupe shorten regather bucket hoist overlap fuse in_place reuse join".split()
     assert names["inductor"] == "dedupe shorten regather bucket hoist overlap in_place".split()
-    assert names["cudagraph"] == "dedupe shorten regather bucket hoist overlap in_place reuse".split()
+    assert names["cudagraph"] == "dedupe shorten squares regather bucket hoist overlap in_place reuse".split()
 
 
 @sl.pytree

@@ -25,6 +25,7 @@ from shardlib.graph.nodes import (
     size_of,
     started,
 )
+from shardlib.graph.placed import SMALL, placed
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -33,7 +34,6 @@ _SAME = {
     torch.ops._c10d_functional.all_reduce.default: posted.REDUCED,
     torch.ops._c10d_functional.all_reduce_.default: posted.REDUCED_,
 }
-_SMALL = 1 << 18  # bytes below which a tensor goes with others
 
 
 def for_gloo(module: GraphModule, exchange: Any = EXCHANGE) -> GraphModule:
@@ -88,7 +88,7 @@ def by_messages(module: GraphModule) -> GraphModule:
         changed = set[Node]().union(*written[order[first] : order[wait]])
 
         def alone(x: Node, result: Node | None = None, changed: set[Node] = changed) -> bool:
-            large = x.meta["val"].is_contiguous() and size_of(x) >= _SMALL
+            large = x.meta["val"].is_contiguous() and size_of(x) >= SMALL
             free = x in held and changed.isdisjoint(held[x])
             return large and free and (result is None or returned.isdisjoint(held[result]))
 
@@ -101,6 +101,7 @@ def by_messages(module: GraphModule) -> GraphModule:
             node.target = _SAME[node.target]
         elif STARTS.get(node.target) == "all_gather" and node.target is not posted.GATHER:
             node.args, node.target = ([arg(node)], *node.args[1:]), posted.GATHER
+    placed(module, [_written(module, n) for n in module.graph.nodes])
     _apart(module)
     return module
 

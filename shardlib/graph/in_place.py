@@ -15,6 +15,11 @@ from shardlib.switch import Switch
 from shardlib.wire import SEND
 
 _ADD = torch.ops.aten.add.Tensor
+_CAT, _PERMUTE = torch.ops.aten.cat.default, torch.ops.aten.permute.default
+_EXACT: dict[Any, Any] = {
+    op.default if op is torch.ops.aten.neg else op.Tensor: op.out
+    for op in (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.mul, torch.ops.aten.div, torch.ops.aten.neg)
+}
 _MM, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.out
 _ADAMW, _ADAMW_ = torch.ops.shardlib.adamw.default, torch.ops.shardlib.adamw_.default
 _SUM, _SUM_ = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default
@@ -51,13 +56,15 @@ def reuse(module: GraphModule) -> GraphModule:
 
         y = mm(a, b) + mm(c, d)           ->      y = mm(a, b); addmm.out(y, c, d, out=y)
 
+        y = cat([exp(a), sin(b)])         ->      y = empty(...); exp.out(a, out=y[:n]); sin.out(b, out=y[n:])
+
     Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
     """
     _sums_of_products(module.graph)
     storages = _Storages(module.graph)
     for node in list(module.graph.nodes):
         _written_into(node, storages, given=False)
-    return dead_code(module)
+    return _joined_in_place(dead_code(module))
 
 
 def sums_in_place(module: GraphModule) -> GraphModule:
@@ -212,6 +219,48 @@ def _sums_of_products(graph: Graph) -> None:
         node.replace_all_uses_with(first[0])
         for gone in (node, *second):
             graph.erase_node(gone)
+
+
+def _joined_in_place(module: GraphModule) -> GraphModule:
+    """Element-wise results that are only joined, perhaps with dims in another order, are written where they are."""
+    graph, order = module.graph, positions(module.graph)
+    for node in graph.find_nodes(op="call_function", target=_CAT):
+        parts, dim, val = arg(node), node.args[1] if len(node.args) > 1 else 0, node.meta["val"]
+        made = {x: made for x in parts if (made := _made_for(x, node))}
+        if not made or not val.is_contiguous() or any(x.meta["val"].dim() != val.dim() for x in parts):
+            continue
+        with graph.inserting_before(min(made.values(), key=order.__getitem__)):
+            new = dict(dtype=val.dtype, device=val.device)
+            whole = graph.call_function(torch.ops.aten.empty.memory_format, ([*val.shape],), new)
+            whole.meta = dict(node.meta)
+        at = 0
+        for x in parts:
+            n, maker = x.meta["val"].shape[dim], made.get(x)
+            with graph.inserting_before(maker or node):
+                piece = emit(torch.ops.aten.slice.Tensor, (whole, dim, at, at := at + n), x)
+                if maker is None:
+                    emit(torch.ops.aten.copy_.default, (piece, x), x)
+                    continue
+                if x is not maker:
+                    back = sorted(range(val.dim()), key=[i % val.dim() for i in arg(x, 1)].__getitem__)
+                    piece = emit(_PERMUTE, (piece, back), x)
+                graph.call_function(_EXACT[maker.target], maker.args, {"out": piece}).meta = maker.meta
+                maker.replace_all_uses_with(piece)
+                graph.erase_node(maker)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+    return module
+
+
+def _made_for(part: Node, joined: Node) -> Node | None:
+    """The op that makes a value which is joined, once, if that and all that follows go element by element where it is,
+    with the same bits wherever that lies."""
+    x = arg(part) if part.target is _PERMUTE else part
+    alike = x.meta["val"].dtype == joined.meta["val"].dtype and x.target in _EXACT and not x.kwargs
+    once = arg(joined).count(part) == 1 and (part is x or [*part.users] == [joined])
+    others = (u for u in x.users if u is not part and u is not joined)
+    in_place = all(u.target in _EXACT.values() and u.kwargs == {"out": x} for u in others)
+    return x if alike and once and in_place else None
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:

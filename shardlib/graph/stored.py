@@ -24,6 +24,7 @@ from shardlib import tree
 from shardlib.errors import ShardError
 from shardlib.graph import buckets as buckets
 from shardlib.graph import finite as finite
+from shardlib.graph import squares as squares
 from shardlib.graph.fuse import Island
 from shardlib.mesh import Mesh
 from shardlib.spec import Spec, as_spec
