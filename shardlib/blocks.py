@@ -64,7 +64,7 @@ def scatter(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     put = _put(here, {i: [x[i] for x in copied] for i in here.others}) if copied else {}
     begun = here.begin(here.number(), {i: [*([put[i]] if put else []), *(x[i] for x in held)] for i in here.others})
     here.sums[out.untyped_storage().data_ptr()] = begun
-    return here.until(out, lambda: here.wait(begun), *xs)
+    return here.until(out, lambda: here.wait(begun))
 
 
 def total(here: Shared, arrived: Tensor, xs: Sequence[Tensor]) -> Tensor:

@@ -15,10 +15,8 @@ from shardlib import posted, shared, tree
 from shardlib.graph.nodes import STARTS, aliased, roots
 from shardlib.graph.program import copied
 from shardlib.passes import applied, for_processes
-from shardlib.wire import REDUCE, combine
 from tests.ranks import on_ranks
 
-MINE, OPS = torch.ops.shardlib, torch.ops._c10d_functional
 N = 300  # N * N floats are large
 
 
@@ -131,29 +129,6 @@ def ran(memory: str) -> list[str]:
 def test_values_stay(memory):
     """By messages, and through memory that ranks share."""
     assert on_ranks(3, ran, memory, seconds=200) == [[]] * 3
-
-
-def inside() -> list[bool]:
-    """Reductions where the operand is, which others read; one rank is late."""
-    same = []
-    with sl.make_mesh(dp=5) as mesh:
-        group = mesh.group(("dp",))
-        for op in REDUCE:
-            for dtype in (torch.float32, torch.bfloat16):
-                for size in (1, 4, 70_001):
-                    every = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(5)]
-                    every = [(8 * x).to(dtype) for x in every]
-                    wanted = combine(OPS.all_reduce.default, [(x, op, group) for x in every])[mesh.rank]
-                    x = MINE.posted_empty([size], dtype, group).copy_(every[mesh.rank])
-                    begun = MINE.posted_reduce_(x, op, group)
-                    time.sleep(0.02 * (mesh.rank == len(same) % 5))
-                    same += [torch.equal(OPS.wait_tensor(begun), wanted) and torch.equal(x, wanted)]
-    return same
-
-
-def test_reductions_there_are_those_of_one_process():
-    for same in on_ranks(5, inside):
-        assert len(same) == 30 and all(same)
 
 
 def blocks() -> int:

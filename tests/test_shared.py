@@ -38,7 +38,8 @@ def gather(x: Tensor, mesh: Mesh, own: bool = False) -> Tensor:
 
 
 def reduced() -> list[bool]:
-    """All reductions of little and of much, into the operand and beside it: bit for bit in the order of ranks."""
+    """All reductions of little and of much, into the operand, which may lie where others read it, and beside it: bit
+    for bit in the order of ranks."""
     same = []
     with sl.make_mesh(dp=5) as mesh:
         group = mesh.group(("dp",))
@@ -53,13 +54,15 @@ def reduced() -> list[bool]:
                     x = every[mesh.rank].clone()
                     other = wait(MINE.posted_reduce(x, op, group))
                     same += [torch.equal(other, wanted), torch.equal(x, every[mesh.rank])]
-                    same += [torch.equal(wait(MINE.posted_reduce_(x, op, group)), wanted), torch.equal(x, wanted)]
+                    there = MINE.posted_empty(shape, dtype, group).copy_(x)
+                    for x in (x, there):
+                        same += [torch.equal(wait(MINE.posted_reduce_(x, op, group)), wanted), torch.equal(x, wanted)]
     return same
 
 
 def test_reductions_are_those_of_one_process():
     for same in on_ranks(5, reduced):
-        assert len(same) == 4 * 4 * 14 and all(same)
+        assert len(same) == 6 * 4 * 14 and all(same)
 
 
 def kinds() -> list[bool]:

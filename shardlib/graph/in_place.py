@@ -56,7 +56,7 @@ def reuse(module: GraphModule) -> GraphModule:
 
         y = mm(a, b) + mm(c, d)           ->      y = mm(a, b); addmm.out(y, c, d, out=y)
 
-        y = cat([exp(a), sin(b)])         ->      y = empty(...); exp.out(a, out=y[:n]); sin.out(b, out=y[n:])
+        y = cat([a * 2, b - 1])           ->      y = empty(...); mul.out(a, 2, out=y[:n]); sub.out(b, 1, out=y[n:])
 
     Saves memory, and the time to get it: the operating system clears it page by page. After the other passes.
     """
@@ -109,6 +109,12 @@ class _Storages:
         later = (u for u in self.readers[x] if u is not at and u not in besides)
         return own and all(self.order[u] < self.order[at] for u in later)
 
+    def filled(self, x: Node) -> Node | None:
+        """What made the storage that a value fills, alone; a collective's is not written into."""
+        (root, *others) = self.roots[x]
+        whole = not others and root.target not in STARTS and size_of(root) == size_of(x)
+        return root if root is x or whole else None
+
     def within(self, x: Any, at: Node) -> list[Any]:
         """The arguments of `at` that lie in the storage of `x`: views of it, too."""
         return [a for a in (*at.args, *at.kwargs.values()) if isinstance(a, Node) and x in self.roots[a]]
@@ -145,19 +151,21 @@ def _into(target: Any) -> tuple[Any, str] | None:
 
 def _written_into(node: Node, storages: _Storages, given: bool) -> None:
     """The result of an element-wise op written into the first operand that may be: of those that are `given`, to the
-    graph or by a call, or of those made here."""
+    graph or by a call, or of those made here, of which it may be a view."""
     found = _into(node.target)
-    operands = (x for x in node.all_input_nodes if found and _given(x) == given and _alike(x, node))
-    alone = (x for x in operands if {*storages.within(x, node)} == {x})  # no other part of it is read beside
-    operand = next((x for x in alone if storages.take(node, [x])), None)
-    if found is None or operand is None:
-        return
-    op, name = found
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: operand})
-    new.meta = node.meta
-    node.replace_all_uses_with(operand)
-    storages.readers[operand] = storages.readers.pop(node, set())
+    for x in node.all_input_nodes if found else ():
+        root = x if given else storages.filled(x)
+        if root is None or _given(root) != given or not _alike(x, node):
+            continue
+        alone = {*storages.within(root, node)} == {x}  # no other part of it is read beside
+        if alone and storages.take(node, [root]):
+            op, name = found  # type: ignore[misc]
+            with node.graph.inserting_before(node):
+                new = node.graph.call_function(op, node.args, dict(node.kwargs) | {name: x})
+            new.meta = node.meta
+            node.replace_all_uses_with(x)
+            storages.readers[root] = storages.readers.pop(node, set())
+            return
 
 
 def _given(x: Node) -> bool:
@@ -226,7 +234,7 @@ def _joined_in_place(module: GraphModule) -> GraphModule:
     graph, order = module.graph, positions(module.graph)
     for node in graph.find_nodes(op="call_function", target=_CAT):
         parts, dim, val = arg(node), node.args[1] if len(node.args) > 1 else 0, node.meta["val"]
-        made = {x: made for x in parts if (made := _made_for(x, node))}
+        made = {x: made for x in parts if (made := _made_for(x, node, order))}
         if not made or not val.is_contiguous() or any(x.meta["val"].dim() != val.dim() for x in parts):
             continue
         with graph.inserting_before(min(made.values(), key=order.__getitem__)):
@@ -252,15 +260,15 @@ def _joined_in_place(module: GraphModule) -> GraphModule:
     return module
 
 
-def _made_for(part: Node, joined: Node) -> Node | None:
+def _made_for(part: Node, joined: Node, order: dict[Node, int]) -> Node | None:
     """The op that makes a value which is joined, once, if that and all that follows go element by element where it is,
-    with the same bits wherever that lies."""
+    before, and with the same bits wherever that lies."""
     x = arg(part) if part.target is _PERMUTE else part
     alike = x.meta["val"].dtype == joined.meta["val"].dtype and x.target in _EXACT and not x.kwargs
     once = arg(joined).count(part) == 1 and (part is x or [*part.users] == [joined])
-    others = (u for u in x.users if u is not part and u is not joined)
+    others = [u for u in x.users if u is not part and u is not joined]
     in_place = all(u.target in _EXACT.values() and u.kwargs == {"out": x} for u in others)
-    return x if alike and once and in_place else None
+    return x if alike and once and in_place and all(order[u] < order[joined] for u in others) else None
 
 
 def _give_to_calls(module: GraphModule, storages: _Storages) -> None:
