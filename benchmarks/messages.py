@@ -30,7 +30,7 @@ from benchmarks.bound import PACKET, rate_of
 from benchmarks.link import two_hosts
 from shardlib import make_mesh
 from shardlib.mesh import Mesh
-from shardlib.shared import shared
+from shardlib.neighbours import shared
 
 Way = tuple[Callable[[], Tensor], Callable[[Tensor], Any]]  # what starts a collective, and what makes use of its result
 

@@ -15,26 +15,50 @@ _PARTS = 1 << 16  # bytes of a reduction from which each member makes a part of 
 
 
 def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor:
-    """The others read a member's rows where its own result lies; with `own` in a copy beside that."""
-    counts, me = [x.numel() for x in xs], here.me
-    if not own:
+    """In memory that all members read, to which each brings its rows: of one of them, by turns. With `own` in memory
+    of each, where it copies what the others give."""
+    number, counts, me = here.number(), [x.numel() for x in xs], here.me
+    owner = me if own else number % here.size
+    if owner == me and not own:
         out = here.empty(out.shape, out.dtype)
-    mine = rows(out, xs, here.size)
-    for r, x in zip(mine, xs, strict=True):
-        r[me].copy_(x.reshape(-1))
 
-    def take(i: int, pieces: Sequence[Piece]) -> None:
-        (piece,) = pieces
-        if own:
-            theirs = piece.tensor(sum(counts), out.dtype).split(counts)
-        else:
-            theirs = [r[i] for r in rows(piece.tensor(out.numel(), out.dtype), xs, here.size)]
-        for r, x in zip(mine, theirs, strict=True):
+    def bring(whole: Tensor) -> None:
+        for r, x in zip(rows(whole, xs, here.size), xs, strict=True):
+            r[me].copy_(x.reshape(-1))
+
+    def copy(i: int, pieces: Sequence[Piece]) -> None:
+        theirs = pieces[0].tensor(sum(counts), out.dtype).split(counts)
+        for r, x in zip(rows(out, xs, here.size), theirs, strict=True):
             r[i].copy_(x)
 
-    lies = _put(here, {me: xs})[me] if own else out
-    begun = here.begin(here.number(), {i: [lies] for i in here.others}, take)
-    return here.until(out, lambda: here.wait(begun), *xs)
+    def check(i: int, pieces: Sequence[Piece]) -> bool:
+        pieces[0].checked(out.numel(), out.dtype)
+        return True
+
+    def join(i: int, pieces: Sequence[Piece]) -> bool:
+        if i != owner:
+            return check(i, pieces)
+        try:
+            theirs.append(here.kept(number, i, pieces[0], out))
+            bring(theirs[0])
+            return True
+        finally:
+            here.written(number, out.nbytes)  # so that whoever gathers something else knows, too
+
+    theirs: list[Tensor] = []
+    if owner == me:
+        bring(out)
+        lies = _put(here, {me: xs})[me] if own else out
+        begun = here.begin(number, {i: [lies] for i in here.others}, copy if own else check)
+        return here.until(out, lambda: here.wait(begun), *xs)
+    begun = here.begin(number, {}, join)
+    begun.source = owner
+
+    def end() -> None:
+        here.wait(begun)
+        out.set_(theirs.pop())  # pyright: ignore[reportArgumentType]
+
+    return here.until(out, end, *xs)
 
 
 def rows(whole: Tensor, xs: Sequence[Tensor], size: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib import blocks
-from shardlib.shared import shared
+from shardlib.neighbours import shared
 from shardlib.wire import resolve, until
 
 _ops = torch.ops._c10d_functional

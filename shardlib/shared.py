@@ -9,18 +9,14 @@ import errno
 import math
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
-import sys
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,15 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlib.errors import RankError
-from shardlib.mapped import Block, Piece, mapped
-from shardlib.wire import named, resolve, until
+from shardlib.mapped import Block, Memory, Piece
+from shardlib.wire import named, until
 
 _MESSAGE = struct.Struct("=cqqqq")  # what it says, a collective's number, a block, offset and bytes in it
-_GIVEN, _LAST, _READ, _DROPPED = b"g", b"l", b"r", b"d"  # pieces, the last of them
-_MEET = 60.0  # seconds in which the members connect, at most; less where the group's timeout is short
+_GIVEN, _LAST, _WRITTEN, _READ, _DROPPED = b"g", b"l", b"w", b"r", b"d"  # pieces, the last of them; into another's
 
-
-Take = Callable[[int, Sequence[Piece]], None]
+Take = Callable[[int, Sequence[Piece]], Any]
 
 
 class _Work(dist.Work):
@@ -66,6 +60,7 @@ class Collective:
         self.begun = False  # here
         self.blocks: set[Block] = set()  # of what is given here
         self.unread: set[int] = set()  # members that are still to read it
+        self.source: int | None = None  # the member without which the others cannot give
         self.take: Take | None = None
         self.taken: set[int] = set()
         self.failed: Exception | None = None  # of taking
@@ -84,7 +79,8 @@ class Shared:
         self.numbers = self.asked = self.peak = 0
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)  # by size
         self.at: dict[int, Block] = {}  # by address
-        self.maps: dict[tuple[int, int], torch.UntypedStorage] = {}  # of the others, by member and name
+        self.maps: dict[tuple[int, int], Memory] = {}  # of the others, by member and name
+        self.released: list[tuple[int, int]] = []  # what has been read to the end: the member that gave it, the number
         self.open: dict[int, Collective] = {}  # by number
         self.works: set[_Work] = set()  # not waited for yet
         self.sums: dict[int, Collective] = {}  # scatters that are to be summed, by the address of what waits for them
@@ -98,11 +94,8 @@ class Shared:
         size = max(1, count * dtype.itemsize)
         unit = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))  # so that what is about as large uses it again
         block = self._block(-(-size // unit) * unit)
-        view = memoryview(block.memory)
-        flat = torch.frombuffer(view, dtype=dtype, count=max(1, count))
-        block.view = weakref.ref(view)
-        self.at[flat.untyped_storage().data_ptr()] = block
-        return flat[:count].view(shape)
+        self.at[block.address] = block
+        return block.tensor(count, dtype).view(shape)
 
     def number(self) -> int:
         """The next collective's; all members ask for theirs in the same order."""
@@ -116,7 +109,8 @@ class Shared:
     def begin(self, number: int, gives: Mapping[int, Sequence[Tensor]], take: Take | None = None) -> Collective:
         """Give each of the other members some tensors, which `empty` made, or parts of those.
 
-        `take` is called with each member and the pieces that it gives; without, these are there until `read`.
+        `take` is called with each member and the pieces that it gives, which are there until that returns, or on if it
+        returns True; without, they are there until `read`.
         """
         here = self._open(number)
         here.begun, here.take, here.unread = True, take, gives.keys() - self.gone
@@ -138,6 +132,7 @@ class Shared:
         """Wait until all others have given their pieces."""
         deadline = time.monotonic() + self.timeout
         while missing := self.sockets.keys() - here.came.keys():
+            missing = missing & {here.source} or missing
             if missing & self.gone:
                 lost = named(self.ranks[m] for m in missing & self.gone)
                 raise dist.DistNetworkError(f"{lost} of this host closed the connection")
@@ -149,6 +144,16 @@ class Shared:
         if here.failed:
             raise here.failed
         return here.came
+
+    def kept(self, number: int, member: int, piece: Piece, like: Tensor) -> Tensor:
+        """A piece as a tensor like another, which is there as long as that is used. Raises RankError."""
+        gone = partial(self.released.append, (member, number))
+        return piece.kept(like.numel(), like.dtype, gone).view(like.shape)
+
+    def written(self, number: int, size: int) -> None:
+        """Say that this member's part of what another gives, of some bytes in all, is there."""
+        for m in self.others:
+            self._send(m, _WRITTEN, number, 0, 0, size)
 
     def read(self, here: Collective) -> None:
         """Say that what was given has been read."""
@@ -186,7 +191,7 @@ class Shared:
 
     def _drop(self, block: Block) -> None:
         self.blocks[block.size].remove(block)
-        del self.at[block.memory.storage.data_ptr()]
+        del self.at[block.address]
         for m in self.sockets if block.fd < 0 else ():
             self._send(m, _DROPPED, block=block.name)
         block.told()
@@ -194,7 +199,10 @@ class Shared:
     # ---- what is said
 
     def _hear(self, seconds: float) -> None:
-        """Take in what has come, or else what comes first in that time."""
+        """Take in what has come, or else what comes first in that time; first say what is not read any more."""
+        while self.released:
+            member, number = self.released.pop()
+            self._send(member, _READ, number)
         for fd, _ in self.poll.poll(1e3 * min(seconds, 1e6)):
             while said := self._received(self.members[fd]):
                 self._take(self.members[fd], *said)
@@ -222,7 +230,7 @@ class Shared:
         what, number, name, offset, size = _MESSAGE.unpack(said)
         for fd in fds:
             try:
-                self.maps[member, name] = mapped(fd, os.fstat(fd).st_size)
+                self.maps[member, name] = Memory(fd, os.fstat(fd).st_size)
             finally:
                 os.close(fd)
         if what in (_GIVEN, _LAST):
@@ -234,6 +242,10 @@ class Shared:
             if what == _LAST:
                 here.came[member] = here.coming.pop(member)
                 self._go_on(here)
+        elif what == _WRITTEN:
+            here = self._open(number)
+            here.came[member] = [Piece(self.ranks[member], None, 0, size)]
+            self._go_on(here)
         elif what == _READ:
             self._was_read(self._open(number), member)
         else:
@@ -255,11 +267,13 @@ class Shared:
         while here.take and (new := here.came.keys() - here.taken):
             m = new.pop()
             here.taken.add(m)  # first, since sending may take in more
+            reads_on = None
             try:
-                here.take(m, here.came[m])
+                reads_on = here.take(m, here.came[m])
             except Exception as e:  # of this collective: whoever waits for it is to know
                 here.failed = e
-            self._send(m, _READ, here.number)
+            if not reads_on:
+                self._send(m, _READ, here.number)
         if len(here.came) == len(self.sockets):
             here.take = None  # and what that holds
             if not here.unread:
@@ -296,105 +310,3 @@ class Shared:
                     full.register(s, select.POLLIN | (select.POLLOUT if s is to else 0))
             full.poll(1e3)
         self._hear(0)
-
-
-# ---- how members meet
-
-_met: dict[str, tuple[Any, Shared | None]] = {}
-
-
-def shared(group: str) -> Shared | None:
-    """The memory that all members of a group share, if they run on one host; the first call is made by all of them.
-
-    `SHARDLIB_SHARED_MEMORY=0` in the environment of any of them is a no.
-    """
-    pg, held = resolve(group), _met.get(group)
-    if held is None or held[0] is not pg:
-        if held and held[1]:
-            held[1].close()
-        held = _met[group] = pg, _meet(pg) if pg.size() > 1 else None
-    return held[1]
-
-
-def _leave() -> None:
-    """In a child of this process, whose sockets would hide that this process is gone."""
-    for _, held in _met.values():
-        if held:
-            held.close()
-    _met.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave)
-
-
-def _meet(pg: dist.ProcessGroup) -> Shared | None:
-    """Connect to all members, where all of them are here and can."""
-    ranks, me = dist.get_process_group_ranks(pg), pg.rank()
-    timeout: timedelta = pg._get_backend(torch.device("cpu")).options._timeout  # what gloo keeps to
-    deadline = time.monotonic() + min(_MEET, timeout.total_seconds() / 4)
-    sockets: dict[int, socket.socket] = {}
-    with ExitStack() as opened:
-        name = f"\0shardlib-{secrets.token_hex(8)}"
-        listener, here = _listener(name, len(ranks), opened)
-        hosts: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(hosts, (here, name) if listener else None, group=pg)
-        if not listener or any(h is None or h[0] != here for h in hosts):
-            return None
-        with suppress(OSError):
-            for other in range(me):
-                s = opened.enter_context(_socket(deadline))
-                s.connect(hosts[other][1])
-                if _user(s) != os.getuid():
-                    raise PermissionError
-                s.send(me.to_bytes(4, "big"))
-                sockets[other] = s
-            while len(sockets) < len(ranks) - 1:
-                listener.settimeout(max(1e-3, deadline - time.monotonic()))
-                s = listener.accept()[0]
-                s.settimeout(max(1e-3, deadline - time.monotonic()))
-                said = s.recv(4) if _user(s) == os.getuid() else b""
-                other = int.from_bytes(said, "big")
-                if len(said) < 4 or not me < other < len(ranks):
-                    s.close()
-                    continue
-                sockets[other] = opened.enter_context(s)
-        agreed: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(agreed, len(sockets) == len(ranks) - 1, group=pg)
-        if not all(agreed):
-            return None
-        opened.pop_all()
-    listener.close()
-    return Shared(ranks, me, sockets, timeout)
-
-
-def _socket(deadline: float) -> socket.socket:
-    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    s.settimeout(max(1e-3, deadline - time.monotonic()))
-    return s
-
-
-def _listener(name: str, members: int, opened: ExitStack) -> tuple[socket.socket | None, Any]:
-    """A socket to which the others can connect, and the host, where there is all that this needs."""
-    if sys.platform != "linux" or os.environ.get("SHARDLIB_SHARED_MEMORY") == "0":
-        return None, None
-    try:
-        Block(0, mmap.PAGESIZE).told()
-        here = _host()
-        s = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        s.bind(name)
-        s.listen(members)
-        return s, here
-    except (OSError, RuntimeError, AttributeError):  # no memfd, no /proc
-        return None, None
-
-
-def _host() -> tuple[str, int, int, int]:
-    """What processes have in common that can connect: a kernel since it started, a network of it, a user."""
-    network, users = (os.stat(f"/proc/self/ns/{x}").st_ino for x in ("net", "user"))
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), network, users, os.getuid()
-
-
-def _user(s: socket.socket) -> int:
-    """Of the process at the other end."""
-    return struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]

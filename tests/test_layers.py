@@ -24,7 +24,7 @@ LAYERS = [
     ["watch", "mesh"],  # what ranks tell each other beside collectives; axes and groups
     ["random", "phases", "contract", "heap", "meter"],  # know nothing of shardlib's types
     ["saves", "stream", "chunk", "chunks", "contents", "saving"],  # files of saves
-    ["wire", "mapped", "shared", "blocks", "posted", "processes", "switch", "apart"],  # between processes
+    ["wire", "mapped", "shared", "neighbours", "blocks", "posted", "processes", "switch", "apart"],  # between processes
     ["simulate"],  # all ranks in one process
     ["array", "dtensor"],  # leaves at rest
     ["entries", "checkpoint", "interop.names", "interop.safetensors", "monitor"],
@@ -236,10 +236,10 @@ def test_rules_of_style(module):
         where = f"{module}:{getattr(node, 'lineno', '')}"
         if isinstance(node, ast.Attribute):
             assert "hook" not in node.attr or not node.attr.startswith("register_"), f"{where}: no hooks"
-            may = module in ("mesh", "heap", "shared", "testing.server")
+            may = module in ("mesh", "heap", "neighbours", "testing.server")
             reads = may or dotted(node) not in ("os.environ", "os.getenv")
             assert reads or module.startswith("cli."), (
-                f"{where}: only the mesh, the heap, shared memory, the server and the launcher read the environment"
+                f"{where}: only the mesh, the heap, neighbours, the server and the launcher read the environment"
             )
         for target in node.targets if isinstance(node, ast.Assign) else ():
             assert not dotted(target).startswith("torch."), f"{where}: no assignment into torch"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import shardlib as sl
-from shardlib import posted, shared, tree
+from shardlib import neighbours, posted, shared, tree
 from shardlib.graph.nodes import STARTS, aliased, roots
 from shardlib.graph.program import copied
 from shardlib.passes import applied, for_processes
@@ -138,7 +138,7 @@ def blocks() -> int:
         run = sl.jit(program("large and small"))
         for _ in range(20):
             run(x)
-        found = shared.shared(mesh.group(("dp",)))
+        found = neighbours.shared(mesh.group(("dp",)))
         assert found is not None and not found.sums
         return len(found.at)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import shardlib as sl
-from shardlib import shared, tree
+from shardlib import neighbours, tree
 from shardlib.graph.buckets import PACK
 from shardlib.graph.gloo import for_gloo
 from shardlib.graph.program import copied
@@ -169,7 +169,7 @@ def stepped(stage: int, limit: int | None) -> list[list[Tensor]]:
     found = []
     for memory, backend_of in (("1", for_processes), ("0", for_processes), ("0", lambda *_: (for_gloo,))):
         os.environ["SHARDLIB_SHARED_MEMORY"], jit.for_processes = memory, backend_of
-        shared._met.clear()
+        neighbours._met.clear()
         with sl.make_mesh(dp=2) as mesh:
             train = sl.step(loss, sl.optim.adamw(0.1), layout=sl.zero(sl.specs(Net), stage=stage))
             state = train.init(sl.init(Net, sizes=dict(model=640, hidden=260), key=sl.random.key(0)))

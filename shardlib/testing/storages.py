@@ -79,6 +79,7 @@ class _Recorder:
         self.known: dict[int, _Known] = {}  # by the address of the storage
         self.sending: dict[int, tuple[Any, ...]] = {}  # operands, by the address of the result
         self.coming: dict[Node, Tensor] = {}  # by the node that asks for a message, where that will lie
+        self.began: dict[int, int] = {}  # by result of a collective, the address of its storage before the wait
         self.holds = holds
         for node, x in zip(self.graphs[0].inputs, given, strict=True):
             self.add(x, self.graphs[0].kinds[node])
@@ -117,9 +118,12 @@ class _Recorder:
             shape, dtype = now.node.args[:2]
             value = self.coming[now.node] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
         elif now.node.target is WAIT and now.node.args[0] in self.coming:
-            room = self.known.pop(self.coming.pop(arg(now.node)).untyped_storage()._cdata)
-            now.before.remove(room)
-            self.add(value, room.kind)
+            self.moved(now, self.coming.pop(arg(now.node)).untyped_storage()._cdata, value)
+        elif now.node.target is WAIT:
+            before, after = self.began.pop(id(value), 0), value.untyped_storage()._cdata
+            if before not in (0, after):  # in memory that another rank gave
+                self.moved(now, before, value)
+                self.sending[after] = self.sending.pop(before, ())
         several: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         for key in now.graph.begins.get(now.node, ()):
             at = 0 if key is now.node else key.args[1] if isinstance(key, Node) else key[1]
@@ -130,6 +134,7 @@ class _Recorder:
                 self.add(x, "other")
         if now.node.target in HELD:
             self.sending[several[0].untyped_storage()._cdata] = now.operands
+            self.began[id(several[0])] = several[0].untyped_storage()._cdata
         elif now.node.target in (WAIT, SENT):
             done = several[0] if now.node.target is WAIT else now.operands[0]
             let_go = self.sending.pop(done.untyped_storage()._cdata, ())
@@ -137,6 +142,12 @@ class _Recorder:
             while not self.holds and time.monotonic() < until and not all(x.expired() for x in let_go):
                 time.sleep(1e-4)
         self.count()
+
+    def moved(self, now: _Running, before: int, value: Tensor) -> None:
+        """What was to lie in a storage lies in another now."""
+        room = self.known.pop(before)
+        now.before.remove(room)
+        self.add(value, room.kind)
 
     def count(self) -> None:
         now = self.running.pop()
