@@ -14,26 +14,24 @@ from shardlib.wire import reduced
 _PARTS = 1 << 16  # bytes of a reduction from which each member makes a part of it
 
 
-def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor:
-    """In memory that all members read, to which each brings its rows: of one of them, by turns. With `own` in memory
-    of each, where it copies what the others give."""
-    number, counts, me = here.number(), [x.numel() for x in xs], here.me
-    owner = me if own else number % here.size
-    if owner == me and not own:
-        out = here.empty(out.shape, out.dtype)
+def gather(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    """In memory that all members read, of one of them by turns, to which each brings its rows."""
+    number = here.number()
+    owner, theirs = number % here.size, list[Tensor]()
 
     def bring(whole: Tensor) -> None:
         for r, x in zip(rows(whole, xs, here.size), xs, strict=True):
-            r[me].copy_(x.reshape(-1))
-
-    def copy(i: int, pieces: Sequence[Piece]) -> None:
-        theirs = pieces[0].tensor(sum(counts), out.dtype).split(counts)
-        for r, x in zip(rows(out, xs, here.size), theirs, strict=True):
-            r[i].copy_(x)
+            r[here.me].copy_(x.reshape(-1))
 
     def check(i: int, pieces: Sequence[Piece]) -> bool:
         pieces[0].checked(out.numel(), out.dtype)
         return True
+
+    if owner == here.me:
+        out = here.empty(out.shape, out.dtype)
+        bring(out)
+        begun = here.begin(number, {i: [out] for i in here.others}, check)
+        return here.until(out, lambda: here.wait(begun))
 
     def join(i: int, pieces: Sequence[Piece]) -> bool:
         if i != owner:
@@ -41,16 +39,10 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
         try:
             theirs.append(here.kept(number, i, pieces[0], out))
             bring(theirs[0])
-            return True
         finally:
             here.written(number, out.nbytes)  # so that whoever gathers something else knows, too
+        return True
 
-    theirs: list[Tensor] = []
-    if owner == me:
-        bring(out)
-        lies = _put(here, {me: xs})[me] if own else out
-        begun = here.begin(number, {i: [lies] for i in here.others}, copy if own else check)
-        return here.until(out, lambda: here.wait(begun), *xs)
     begun = here.begin(number, {}, join)
     begun.source = owner
 
@@ -59,6 +51,22 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor], own: bool) -> Tensor
         out.set_(theirs.pop())  # pyright: ignore[reportArgumentType]
 
     return here.until(out, end, *xs)
+
+
+def gather_apart(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    """In memory of each member's own, where it copies what the others give."""
+    counts, mine = [x.numel() for x in xs], rows(out, xs, here.size)
+    for r, x in zip(mine, xs, strict=True):
+        r[here.me].copy_(x.reshape(-1))
+
+    def take(i: int, pieces: Sequence[Piece]) -> None:
+        (piece,) = pieces
+        for r, x in zip(mine, piece.tensor(sum(counts), out.dtype).split(counts), strict=True):
+            r[i].copy_(x)
+
+    lies = _put(here, {here.me: xs})[here.me]
+    begun = here.begin(here.number(), {i: [lies] for i in here.others}, take)
+    return here.until(out, lambda: here.wait(begun))
 
 
 def rows(whole: Tensor, xs: Sequence[Tensor], size: int) -> list[Tensor]:

@@ -59,7 +59,7 @@ def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tenso
     memory that nobody else reads."""
     out = _gathered(xs, size, group)
     if here := shared(group):
-        return blocks.gather(here, out, xs, own)
+        return (blocks.gather_apart if own else blocks.gather)(here, out, xs)
     pg = resolve(group)
     rows, others = blocks.rows(out, xs, size), _others(pg)
     works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))

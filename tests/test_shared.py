@@ -159,6 +159,23 @@ def test_blocks_are_used_again_and_let_go():
         assert kept and unfinished <= 3
 
 
+def sizes() -> list[int]:
+    """Of the blocks of a rank after a gather of 4 MB, into memory of each and of all."""
+    with sl.make_mesh(dp=4) as mesh:
+        found = []
+        for own in (True, False):
+            out = wait(gather(torch.full((1 << 18,), float(mesh.rank)), mesh, own))
+            assert out[:: 1 << 18].tolist() == [0.0, 1.0, 2.0, 3.0]
+            found.append(sum(b.size for b in memory(mesh).at.values() if b.size > 1 << 20))
+            dist.barrier()
+        return found
+
+
+def test_what_is_gathered_lies_on_a_host_once():
+    each, once = (sum(some) for some in zip(*on_ranks(4, sizes), strict=True))
+    assert (each, once) == (0, 4 << 20)
+
+
 # ---- who is gone, late, or elsewhere
 
 
