@@ -66,7 +66,7 @@ def _parsed(fmt: str, values: Sequence[Any]) -> tuple[list[str], list[str], list
         at = int(name) if name else taken
         taken += 1
         if at >= len(values):
-            raise SpecError(f"debug.print: {fmt!r} wants value {at}, there are {len(values)}")
+            raise SpecError(f"debug.print: {fmt!r} wants {at + 1} or more values, there are {len(values)}")
         if isinstance(values[at], Tensor):
             tensors.append(values[at])
             specs.append(spec or "")

@@ -17,7 +17,7 @@ from shardlib.array import Array
 from shardlib.cache import Program, cached
 from shardlib.errors import ShardError, SpecError, listing
 from shardlib.graph.digests import fingerprint, titles
-from shardlib.graph.memory import Point, alive, explained, turns
+from shardlib.graph.memory import KINDS, Point, alive, explained, turns
 from shardlib.graph.nodes import inputs as graph_inputs
 from shardlib.graph.program import BACKENDS, Collective, Run, collectives, copied, graphs, group_names, runner
 from shardlib.graph.text import listing_of
@@ -95,6 +95,8 @@ class Lowered:
         """The moment when most is alive on a rank (of a pipeline, that which holds most), of some kinds or of all, and
         the bytes of each: `parameters`, their `copies` (gathered, sliced), `buckets` to be sent, `gradients`,
         `optimizer`, `activations` (left by the forward for the backward pass) and `other`."""
+        if unknown := {*kinds}.difference(KINDS):
+            raise SpecError(f"memory: no kind {listing(sorted(unknown))}; there are {listing(KINDS)}")
         module = self._here(self.module)
         points = (p for turn in range(turns(module)) for p in alive(module, turn=turn))
         return max(points, key=lambda point: sum(point.bytes[k] for k in kinds or point.bytes))

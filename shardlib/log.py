@@ -6,6 +6,7 @@ known is for `watch`, which asks where a rank is. What blocks is marked for `met
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Line:
     event: str
     number: int = 0
     text: str = ""
+
+
+def brief(title: str) -> str:
+    """Of a collective's title the op, name and axis."""
+    found = re.match(r".* over `[^`]*`", title)
+    return found[0] if found else title.split(", ")[0]
 
 
 class Log:
@@ -89,7 +96,7 @@ class Log:
     def place(self) -> Place:
         """Where the programs of this rank are."""
         for text, (number, *_) in self.running.copy().items():
-            waits = f"{text.split(', ')[0]} (#{number} of step {self.steps[self.name]} of {self.name})"
+            waits = f"{brief(text)} (#{number} of step {self.steps[self.name]} of {self.name})"
             return Place(self.call, self.number, number, waits)
         return Place(self.call, self.number)
 

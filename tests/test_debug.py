@@ -155,7 +155,7 @@ def test_how_values_are_shown(fmt: str, x: Tensor, want: str, capsys):
 
 
 def test_errors():
-    with pytest.raises(sl.SpecError, match=r"'\{\} \{\}' wants value 1, there are 1"):
+    with pytest.raises(sl.SpecError, match=r"'\{\} \{\}' wants 2 or more values, there are 1"):
         sl.debug.print("{} {}", 1)
     with pytest.raises(sl.SpecError, match=r"'\{\}' has 1 places for 2 values"):
         sl.debug.print("{}", 1, 2)

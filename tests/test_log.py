@@ -167,3 +167,18 @@ def test_the_place_of_a_node_is_the_innermost_line_of_the_user():
     assert place(node) == []
     node.stack_trace = 'File "/home/me/model.py", line 31, in block\n  File "/x/torch/functional.py", line 5, in f\n'
     assert place(node) == ["model.py:31"]
+
+
+@pytest.mark.parametrize(
+    "title, short",
+    [
+        ("psum `w` over `dp`, float32[2], a.py:3", "psum `w` over `dp`"),
+        (
+            "all_gather `0.a, 0.b and 3 more` over `dp,tp`, float32[4, 2]",
+            "all_gather `0.a, 0.b and 3 more` over `dp,tp`",
+        ),
+        ("send 1 to 2, float32[3]", "send 1 to 2"),
+    ],
+)
+def test_of_a_title_the_op_and_the_names(title, short):
+    assert log.brief(title) == short

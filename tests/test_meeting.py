@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +84,29 @@ def test_a_reordered_pair_of_the_same_shape(debug, monkeypatch):
         "  rank 0: psum `0` over `dp`, float32[2]\n  rank 1: psum `1` over `dp`, float32[2]"
     )
     assert scaled.count("psum `0` over `dp`, float32[2]") == scaled.count("(computed as ") == 2 * debug
+
+
+def scaled(by: float, how: str, x: Tensor) -> Tensor:
+    if how == "in place":
+        return sl.psum(torch.exp(torch.sin(x) * by + 1), "dp")
+    if how == "beside":
+        y = torch.sin(x) * 2
+        return sl.psum(y + torch.exp(x) * by, "dp")
+    return sl.psum(sl.scan(lambda c, w: (torch.sin(c * by) + w, None), x, torch.ones(3))[0], "dp")
+
+
+@pytest.mark.parametrize("how", ["in place", "beside", "in a turn"])
+def test_the_debug_mode_sees_what_is_computed_in_place(how, monkeypatch):
+    """After the default passes, which write over values."""
+
+    def body() -> str:
+        with sl.make_mesh(dp=2, timeout=20) as mesh:
+            f = partial(scaled, 3.0 if mesh.rank else 2.0, how)
+            return raised(lambda: sl.jit(sl.shard_map(f, in_specs="n/dp", out_specs="n"))(ones()))
+
+    monkeypatch.setenv("SHARDLIB_DEBUG", "1")
+    first, second = on_ranks(2, body)
+    assert first == second and first.count("(computed as ") == 2
 
 
 def test_collectives_that_cannot_meet():

@@ -165,3 +165,12 @@ def test_a_gpu_says_it_too():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert error.value.__notes__[0].splitlines()[0].startswith("  at the peak: `mul` of step at ")
     assert error.value.__notes__[0].splitlines()[-1].split() == ["all", "128", "B"]
+
+
+def test_a_kind_that_there_is_not():
+    with sl.make_mesh(dp=2, simulate=True):
+        program = sl.jit(sl.shard_map(lambda x: x + 1, in_specs="n/dp", out_specs="n/dp")).lower(
+            sl.shard(torch.ones(4), "n/dp")
+        )
+        with pytest.raises(sl.SpecError, match="no kind `copy`; there are `parameters`, `copies`"):
+            program.memory("copy")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardlib.log import Line, read
+from shardlib.log import Line, brief, read
 from shardlib.mesh import Mesh
 from shardlib.wire import named
 
@@ -90,7 +90,7 @@ def _mesh(logs: Mapping[int, Sequence[Line]]) -> Mesh:
 
 def _what(line: Line) -> str:
     """The op, name and axis of a collective."""
-    return line.text.split(", ")[0]
+    return brief(line.text)
 
 
 def _axes(line: Line) -> list[str]:

@@ -2,14 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from shardlib.graph.lines import line_of
-from shardlib.graph.nodes import inputs
+from shardlib.graph.nodes import aliased, inputs, outputs, roots
 from shardlib.graph.program import Collective, sends
 
 
@@ -43,17 +44,30 @@ def fingerprint(module: GraphModule) -> list[str]:
 def _digests(module: GraphModule, given: Mapping[Node, str]) -> dict[Node, str]:
     """For every node, those of called graphs too, a digest of how its value is computed from the program's inputs."""
     made: dict[Node, str] = {**given}
+    now = {**given}  # of values as they are, after what has been written into them
+    held, views = roots(module.graph), defaultdict[Node, list[Node]](list)  # by storage
     for i, node in enumerate(module.graph.nodes):
-        if node in made:
-            continue
-        parts = [node.op, str(node.target), node.meta.get("path", str(i) if node.op == "placeholder" else "")]
-        parts += [_said(a, made) for a in (*node.args, *sorted(node.kwargs.items()))]
-        made[node] = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-        if node.op == "call_module":
-            child: Any = module.get_submodule(node.target)
-            inner = _digests(child, dict(zip(inputs(child.graph), map(made.__getitem__, node.args), strict=True)))
-            made = inner | made
+        for root in held[node]:
+            views[root].append(node)
+        if node not in now:
+            parts = [node.op, str(node.target), node.meta.get("path", str(i) if node.op == "placeholder" else "")]
+            parts += [_said(a, now) for a in (*node.args, *sorted(node.kwargs.items()))]
+            into = aliased(node, written=True)
+            if node.op == "call_module":
+                child: Any = module.get_submodule(node.target)
+                known = dict(zip(inputs(child.graph), map(now.__getitem__, node.args), strict=True))
+                inner = _digests(child, known)
+                made |= {n: d for n, d in inner.items() if n not in known}
+                parts += [_said(x, inner) for x in outputs(child.graph)]
+                into = [a for a, x in zip(node.args, known, strict=True) if "donated" in x.meta]
+            made[node] = now[node] = _digest(parts)
+            for other in {v for x in into for root in held[x] for v in views[root]}:
+                now[other] = _digest([now[other], made[node]])
     return made
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _said(x: Any, made: Mapping[Node, str]) -> str:

@@ -30,6 +30,7 @@ from shardlib.wire import SEND, SENT, members_by_rank
 _BY_FIELD = {"params": "parameters", "opt": "optimizer"}  # of `State`, the argument or result that a path leads into
 _COPIED = {"parameters": "copies", "copies": "copies", "gradients": "buckets"}  # what a copy of each counts as
 _COPIES = frozenset("clone constant_pad_nd cat own_slice unpack posted_gather posted_exchange posted_scatter".split())
+KINDS = ("parameters", "copies", "buckets", "gradients", "optimizer", "activations", "other")
 HELD = {*KEEP, SEND}  # what keeps its operand until it has been waited for
 
 
