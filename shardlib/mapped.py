@@ -64,6 +64,7 @@ class Block:
             self.told()
             raise
         self.view: Callable[[], memoryview | None] = lambda: None  # through which a tensor holds the memory
+        self.placed = False  # whether what lies there may be given as it is
         self.unread: set[int] = set()  # collectives whose members are still to read what lies there
 
     @property

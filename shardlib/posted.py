@@ -51,7 +51,7 @@ def _others(pg: dist.ProcessGroup) -> list[int]:
 def _empty(shape: list[int], dtype: torch.dtype, group: str) -> Tensor:
     """Memory for what is to be sent, where others read it if they share memory."""
     here = shared(group)
-    return here.empty(shape, dtype) if here else torch.empty(shape, dtype=dtype)
+    return here.empty(shape, dtype, placed=True) if here else torch.empty(shape, dtype=dtype)
 
 
 def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tensor:

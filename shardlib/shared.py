@@ -88,13 +88,14 @@ class Shared:
 
     # ---- what collectives use
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that the others can read. Its block is free for another once it is gone, and read."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, placed: bool = False) -> Tensor:
+        """A tensor that the others can read. Its block is free for another once it is gone, and read. `placed`: that
+        all members make in the course of a program, to give it where it is."""
         count = math.prod(shape)
         size = max(1, count * dtype.itemsize)
         unit = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))  # so that what is about as large uses it again
         block = self._block(-(-size // unit) * unit)
-        self.at[block.address] = block
+        self.at[block.address], block.placed = block, placed
         return block.tensor(count, dtype).view(shape)
 
     def number(self) -> int:
@@ -103,8 +104,9 @@ class Shared:
         return self.numbers
 
     def holds(self, x: Tensor) -> bool:
-        """Whether the others can read a tensor where it is."""
-        return x.is_contiguous() and x.untyped_storage().data_ptr() in self.at
+        """Whether a tensor is to be given where it is: the same on all members."""
+        block = self.at.get(x.untyped_storage().data_ptr())
+        return block is not None and block.placed and x.is_contiguous()
 
     def begin(self, number: int, gives: Mapping[int, Sequence[Tensor]], take: Take | None = None) -> Collective:
         """Give each of the other members some tensors, which `empty` made, or parts of those.

@@ -200,6 +200,7 @@ JOINED: dict[str, tuple[Callable[[Tensor], Any], int]] = {  # and how many parts
     "read later": (lambda x: (torch.cat([y := x * 2, x / 3]), torch.exp(y)), 1),
     "twice": (lambda x: torch.cat([y := x * 2, x / 3, y]), 1),
     "in two orders": (lambda x: torch.cat([(y := x * 2).permute(1, 0, 2), y.view(3, 2, 4)]), 0),
+    "itself and turned": (lambda x: torch.cat([(y := x[:, :2, :2] * 2).permute(1, 0, 2), y, x[:, :2, :2] / 2]), 1),
     "in two places": (lambda x: (torch.cat([y := x * 2, x]), torch.cat([x, y])), 0),
     "of another dtype": (lambda x: torch.cat([x * 2, (x * 9).int() * 2]), 1),
     "twice the other": (lambda x: torch.cat([torch.add(x, x, alpha=2), x]), 0),

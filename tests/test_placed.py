@@ -63,6 +63,31 @@ def the_same_twice(x: Tensor) -> Any:
     return summed(y).sum(), scattered(y)
 
 
+def overwritten(x: Tensor) -> Any:
+    """Operands that are written into once they have been sent."""
+    found = []
+    for sent in (
+        lambda y: sl.all_gather("a/dp b -> a b", y, invariant=True).sum(),
+        lambda y: sl.psum(sl.all_to_all("a/dp b -> a b/dp", y)[:, 0].sum(), "dp"),
+    ):
+        y = x.sin()
+        z = sent(y)
+        y.mul_(2)
+        found += [z, sl.psum(y.sum(), "dp")]
+    return sum(found)
+
+
+def overwritten_in_turns(x: Tensor) -> Any:
+    def turn(c: Tensor, w: Tensor) -> Any:
+        y = torch.sin(c * w)
+        z = sl.all_gather("a/dp b -> a b", y, invariant=True)
+        y.mul_(2)
+        return c + y, z
+
+    c, z = sl.scan(turn, x, torch.ones(3))
+    return sl.psum(c.sum(), "dp") + z.sum()
+
+
 ROWS, ALL = "a/dp b", "a b"
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {  # results, and what is made where others read it
     "a scatter": (lambda x: scattered(x @ x), ROWS, "mm"),
@@ -79,6 +104,8 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], Any, str]] = {  # results, an
     "returned": (returned, (ROWS, "k/dp c"), ""),
     "written later": (written_later, "k/dp", ""),
     "read later": (read_later, (ALL, ALL, "a", "k/dp"), "mm copy_ copy_"),
+    "overwritten": (overwritten, "", ""),
+    "overwritten in turns": (overwritten_in_turns, "", ""),
     "the same twice": (the_same_twice, ("", ROWS), "mm"),
 }
 

@@ -19,6 +19,7 @@ from shardlib.graph.nodes import (
     dead_code,
     inputs,
     outputs,
+    written,
 )
 
 
@@ -47,8 +48,8 @@ def hoist(module: GraphModule) -> GraphModule:
             chain = parameters(arg(wait)) if STARTS.get(arg(wait).target) == "all_gather" else None
             if chain is not None:
                 _before(child.graph, [*chain, arg(wait)], _copied(wait), calls)
-        dead_code(child)
-        for wait in [n for n in child.graph.nodes if n.target is WAIT]:
+        pinned = written(dead_code(child).graph)
+        for wait in [n for n in child.graph.nodes if n.target is WAIT and n not in pinned]:
             chain = _returned(wait)
             if chain is not None and _taken(child.graph, chain, calls):
                 _after(child.graph, chain, calls)

@@ -266,7 +266,7 @@ def _made_for(part: Node, joined: Node, order: dict[Node, int]) -> Node | None:
     x = arg(part) if part.target is _PERMUTE else part
     alike = x.meta["val"].dtype == joined.meta["val"].dtype and x.target in _EXACT and not x.kwargs
     once = arg(joined).count(part) == 1 and (part is x or [*part.users] == [joined])
-    others = [u for u in x.users if u is not part and u is not joined]
+    others = [u for u in x.users if u is not part and (u is not joined or part is not x)]
     in_place = all(u.target in _EXACT.values() and u.kwargs == {"out": x} for u in others)
     return x if alike and once and in_place and all(order[u] < order[joined] for u in others) else None
 

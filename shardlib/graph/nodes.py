@@ -356,7 +356,13 @@ def size_of(node: Node) -> int:
 
 
 def written(graph: Graph) -> set[Node]:
-    """The nodes whose storage some node writes into: nothing that reads them may move."""
-    held = roots(graph)
-    into = {r for n in graph.nodes for a in aliased(n, written=True) for r in held[a]}
-    return {n for n, rs in held.items() if rs & into}
+    """The nodes whose storage some node writes into, which nothing that reads them may pass; and the waits till which
+    an operand is read that is written into later."""
+    held, order, last = roots(graph), positions(graph), dict[Node, int]()
+    for node in graph.nodes:
+        last |= {r: order[node] for a in aliased(node, written=True) for r in held[a]}
+    found = {n for n, rs in held.items() if not rs.isdisjoint(last)}
+    for wait in graph.find_nodes(op="call_function", target=WAIT) if last else ():
+        read = {r for a in arg(wait).all_input_nodes for r in held[a]}
+        found |= {wait} if any(last.get(r, -1) > order[arg(wait)] for r in read) else set()
+    return found
