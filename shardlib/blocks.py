@@ -31,7 +31,7 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
         out = here.empty(out.shape, out.dtype)
         bring(out)
         begun = here.begin(number, {i: [out] for i in here.others}, check)
-        return here.until(out, lambda: here.wait(begun))
+        return here.until(out, lambda: here.wait(begun), *xs)
 
     def join(i: int, pieces: Sequence[Piece]) -> bool:
         if i != owner:
@@ -66,7 +66,7 @@ def gather_apart(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
 
     lies = _put(here, {here.me: xs})[here.me]
     begun = here.begin(here.number(), {i: [lies] for i in here.others}, take)
-    return here.until(out, lambda: here.wait(begun))
+    return here.until(out, lambda: here.wait(begun), *xs)
 
 
 def rows(whole: Tensor, xs: Sequence[Tensor], size: int) -> list[Tensor]:
