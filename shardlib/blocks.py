@@ -111,7 +111,8 @@ def total(here: Shared, arrived: Tensor, xs: Sequence[Tensor]) -> Tensor:
         others = iter(next(it).tensor(sum(copied), arrived.dtype).split(copied) if copied else ())
         return [next(it).tensor(c, arrived.dtype) if h else next(others) for c, h in zip(counts, held, strict=True)]
 
-    out = summed(here.me, {i: given(pieces) for i, pieces in begun.came.items()}, xs)
+    out = here.empty([sum(counts)], arrived.dtype)  # of pages that are there
+    summed(here.me, {i: given(pieces) for i, pieces in begun.came.items()}, xs, out)
     here.read(begun)
     return out
 
@@ -146,14 +147,12 @@ def reduce(here: Shared, x: Tensor, out: Tensor, op: str) -> Tensor:
     return here.until(out, end)
 
 
-def summed(me: int, theirs: Mapping[int, Sequence[Tensor]], xs: Sequence[Tensor]) -> Tensor:
-    """The sums of member `me`'s rows of each tensor, one after the other, with the others' rows of the same."""
+def summed(me: int, theirs: Mapping[int, Sequence[Tensor]], xs: Sequence[Tensor], out: Tensor) -> None:
+    """Into `out` the sums of member `me`'s rows of each tensor, one after the other, with the others' of the same."""
     size, at = len(theirs) + 1, 0
-    out = xs[0].new_empty(sum(x.numel() for x in xs) // size)
     for k, x in enumerate(xs):
         own = x.view(size, -1)[me]
         reduced((own if i == me else theirs[i][k] for i in range(size)), "sum", out[at : (at := at + len(own))])
-    return out
 
 
 def _put(here: Shared, gives: Mapping[int, Sequence[Tensor]]) -> dict[int, Tensor]:

@@ -98,7 +98,9 @@ def _sum(arrived: Tensor, xs: list[Tensor], size: int, group: str) -> Tensor:
     if here := shared(group):
         return blocks.total(here, arrived, xs)
     me, counts = resolve(group).rank(), [x.numel() // size for x in xs]
-    return blocks.summed(me, {i + (i >= me): row.split(counts) for i, row in enumerate(arrived)}, xs)
+    out = arrived.new_empty(sum(counts))
+    blocks.summed(me, {i + (i >= me): row.split(counts) for i, row in enumerate(arrived)}, xs, out)
+    return out
 
 
 def _reduce(x: Tensor, op: str, group: str) -> Tensor:

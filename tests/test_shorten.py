@@ -90,6 +90,42 @@ def test_what_is_joined_and_read_in_both_orders_is_copied():
     assert torch.equal(plain, short)
 
 
+def rows_of(x: Tensor, height: int = 6, width: int = 8, many: int = 2) -> Tensor:
+    """Of a table that was gathered along its features."""
+    parts = x.sin().view(2, 6, 4)
+    at = (x.view(-1)[:many] * 3).long().abs().view(2, -1)
+    return torch.nn.functional.embedding(at, parts.permute(1, 0, 2).contiguous().view(height, width))
+
+
+@pytest.mark.parametrize("many", [2, 4])
+def test_rows_are_taken_before_a_table_is_put_in_order(many):
+    ops, plain, short = after(lambda x: rows_of(x, many=many), passes.shorten, X)
+    assert ops["embedding.default"] == 0 and ops["index_select.default"] == 1
+    assert torch.equal(plain, short) and plain.shape == (2, many // 2, 8)
+
+
+TABLES = {
+    "more rows than there are": lambda x: rows_of(x, many=8),
+    "another shape": lambda x: rows_of(x, 12, 4),
+    "read besides": lambda x: (
+        torch.nn.functional.embedding(
+            (x.view(-1)[:2] * 3).long().abs(), y := x.view(2, 6, 4).permute(1, 0, 2).contiguous().view(6, 8)
+        )
+        + y.sum()
+    ),
+    "in another order": lambda x: torch.nn.functional.embedding(
+        (x.view(-1)[:2] * 3).long().abs(), x.view(2, 6, 4).permute(1, 2, 0).contiguous().view(6, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_other_tables_stay(name):
+    ops, plain, short = after(TABLES[name], passes.shorten, X)
+    assert ops["clone.default"] == ops["embedding.default"] == 1
+    assert torch.equal(plain, short)
+
+
 A, B, C = (torch.arange(n, dtype=torch.float64).cos() for n in (24, 16, 20))
 
 

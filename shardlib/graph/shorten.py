@@ -15,11 +15,14 @@ def shorten(module: GraphModule) -> GraphModule:
 
         z + (-x) * y                               ->      z - x * y
         clone(permute(cat([a, b], 3), order))      ->      cat([permute(a, order), permute(b, order)], 2)
+        embedding(clone(permute(w, [1, 0, 2])), i) ->      clone(permute(index_select(w, 1, i), [1, 0, 2]))
 
-    The backward passes of rotations (of rotary positions) have both. Bitwise the same: only of floating-point values of
-    one dtype, which nothing writes into, and with results that lie in memory as they did.
+    The backward passes of rotations (of rotary positions) have the first two, a table that is gathered along its
+    features the last. Bitwise the same: only of floating-point values of one dtype, which nothing writes into, and with
+    results that lie in memory as they did.
     """
-    if not any(module.graph.find_nodes(op="call_function", target=t) for t in (aten.neg.default, aten.cat.default)):
+    targets = (aten.neg.default, aten.cat.default, aten.embedding.default)
+    if not any(module.graph.find_nodes(op="call_function", target=t) for t in targets):
         return module
     fixed = written(module.graph)
     for node in list(module.graph.nodes):
@@ -30,6 +33,8 @@ def shorten(module: GraphModule) -> GraphModule:
                 _without_neg(node, fixed)
             elif node.target is aten.clone.default:
                 _in_order(node, fixed)
+            elif node.target is aten.embedding.default:
+                _rows_first(node, fixed)
     return dead_code(module)
 
 
@@ -69,6 +74,25 @@ def _in_order(copy: Node, fixed: set[Node]) -> None:
     order = [i % rank for i in order]
     each = [emit(aten.permute.default, (x, order), turned) for x in parts]
     _instead(copy, emit(aten.cat.default, (each, order.index(dim % rank)), copy))
+
+
+def _rows_first(taken: Node, fixed: set[Node]) -> None:
+    """Rows are taken from the parts of a table, and put in order, not the whole table."""
+    table, at = taken.args[:2]
+    copy = arg(table) if _only(table, aten._unsafe_view.default) or _only(table, aten.view.default) else None  # type: ignore[arg-type]
+    whole = isinstance(copy, Node) and copy.target is aten.clone.default and len(copy.users) == 1
+    if not whole or not _only(arg(copy), aten.permute.default) or arg(arg(copy), 1) != [1, 0, 2]:
+        return
+    parts, rows = arg(arg(copy)), at.meta["val"].numel()
+    n, height, width = parts.meta["val"].shape
+    fits = table.meta["val"].shape == (height, n * width) and rows < height  # type: ignore[union-attr]
+    if not fits or not fixed.isdisjoint([parts, at, copy, table]):
+        return
+    found = emit(aten.view.default, (at, [rows]), taken)
+    found = emit(aten.permute.default, (emit(aten.index_select.default, (parts, 1, found), taken), [1, 0, 2]), taken)
+    found = found.graph.call_function(aten.clone.default, (found,), {"memory_format": torch.contiguous_format})
+    found.meta = copy.meta | {"val": found.args[0].meta["val"].contiguous()}
+    _instead(taken, emit(aten.view.default, (found, [*taken.meta["val"].shape]), taken))
 
 
 def _instead(old: Node, new: Node) -> None:
