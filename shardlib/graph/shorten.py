@@ -78,20 +78,23 @@ def _in_order(copy: Node, fixed: set[Node]) -> None:
 
 def _rows_first(taken: Node, fixed: set[Node]) -> None:
     """Rows are taken from the parts of a table, and put in order, not the whole table."""
-    table, at = taken.args[:2]
-    copy = arg(table) if _only(table, aten._unsafe_view.default) or _only(table, aten.view.default) else None  # type: ignore[arg-type]
-    whole = isinstance(copy, Node) and copy.target is aten.clone.default and len(copy.users) == 1
-    if not whole or not _only(arg(copy), aten.permute.default) or arg(arg(copy), 1) != [1, 0, 2]:
+    table: Any = arg(taken, 0)
+    at: Any = arg(taken, 1)
+    if not _only(table, aten._unsafe_view.default) and not _only(table, aten.view.default):
         return
-    parts, rows = arg(arg(copy)), at.meta["val"].numel()
-    n, height, width = parts.meta["val"].shape
-    fits = table.meta["val"].shape == (height, n * width) and rows < height  # type: ignore[union-attr]
-    if not fits or not fixed.isdisjoint([parts, at, copy, table]):
+    copy: Any = arg(table)
+    if copy.target is not aten.clone.default or len(copy.users) > 1 or not _only(arg(copy), aten.permute.default):
         return
-    found = emit(aten.view.default, (at, [rows]), taken)
+    parts, order = arg(copy).args
+    rows, shape = at.meta["val"].numel(), parts.meta["val"].shape
+    if order != [1, 0, 2] or table.meta["val"].shape != (shape[1], shape[0] * shape[2]) or rows >= shape[1]:
+        return
+    if not fixed.isdisjoint([parts, at, copy, table]):
+        return
+    found: Any = emit(aten.view.default, (at, [rows]), taken)
     found = emit(aten.permute.default, (emit(aten.index_select.default, (parts, 1, found), taken), [1, 0, 2]), taken)
     found = found.graph.call_function(aten.clone.default, (found,), {"memory_format": torch.contiguous_format})
-    found.meta = copy.meta | {"val": found.args[0].meta["val"].contiguous()}
+    found.meta = copy.meta | {"val": arg(found).meta["val"].contiguous()}
     _instead(taken, emit(aten.view.default, (found, [*taken.meta["val"].shape]), taken))
 
 
