@@ -145,6 +145,7 @@ def blocks() -> list[Any]:
         wait(held)
         others = [wait(gather(torch.zeros(10), mesh)) for _ in range(20)]
         kept = held.tolist() == [0.0] * 10 + [1.0] * 10 and len(here.open) >= len(others) // 2
+        dist.barrier()  # the other has looked, too
         del others
         wait(gather(torch.ones(1), mesh))  # says what is not read any more
         dist.barrier()
