@@ -19,17 +19,13 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     number = here.number()
     owner, theirs = number % here.size, list[Tensor]()
 
-    def bring(whole: Tensor) -> None:
-        for r, x in zip(rows(whole, xs, here.size), xs, strict=True):
-            r[here.me].copy_(x.reshape(-1))
-
     def check(i: int, pieces: Sequence[Piece]) -> bool:
         pieces[0].checked(out.numel(), out.dtype)
         return True
 
     if owner == here.me:
         out = here.empty(out.shape, out.dtype)
-        bring(out)
+        bring(rows(out, xs, here.size), xs, here.me)
         begun = here.begin(number, {i: [out] for i in here.others}, check)
         return here.until(out, lambda: here.wait(begun), *xs)
 
@@ -38,7 +34,7 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
             return check(i, pieces)
         try:
             theirs.append(here.kept(number, i, pieces[0], out))
-            bring(theirs[0])
+            bring(rows(theirs[0], xs, here.size), xs, here.me)
         finally:
             here.written(number, out.nbytes)  # so that whoever gathers something else knows, too
         return True
@@ -56,8 +52,7 @@ def gather(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
 def gather_apart(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """In memory of each member's own, where it copies what the others give."""
     counts, mine = [x.numel() for x in xs], rows(out, xs, here.size)
-    for r, x in zip(mine, xs, strict=True):
-        r[here.me].copy_(x.reshape(-1))
+    bring(mine, xs, here.me)
 
     def take(i: int, pieces: Sequence[Piece]) -> None:
         (piece,) = pieces
@@ -72,6 +67,12 @@ def gather_apart(here: Shared, out: Tensor, xs: Sequence[Tensor]) -> Tensor:
 def rows(whole: Tensor, xs: Sequence[Tensor], size: int) -> list[Tensor]:
     """What is gathered of each tensor: views of the whole, a row for each member."""
     return [part.view(size, -1) for part in whole.view(-1).split([size * x.numel() for x in xs])]
+
+
+def bring(whole: Sequence[Tensor], xs: Sequence[Tensor], me: int) -> None:
+    """Copy what member `me` has of each tensor to its row of the `rows`."""
+    for r, x in zip(whole, xs, strict=True):
+        r[me].copy_(x.reshape(-1))
 
 
 def exchange(here: Shared, out: Tensor, x: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Tensor:

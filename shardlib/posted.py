@@ -63,8 +63,7 @@ def _gather(xs: list[Tensor], size: int, group: str, own: bool = False) -> Tenso
     pg = resolve(group)
     rows, others = blocks.rows(out, xs, size), _others(pg)
     works = _messages(pg, ((i, r[i]) for i in others for r in rows), ((i, x) for i in others for x in xs))
-    for r, x in zip(rows, xs, strict=True):
-        r[pg.rank()].copy_(x.reshape(-1))
+    blocks.bring(rows, xs, pg.rank())
     return until(out, works)
 
 

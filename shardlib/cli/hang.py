@@ -39,8 +39,8 @@ def report(logs: Mapping[int, Sequence[Line]]) -> list[str]:
         line = started[those[0]][place]
         members = {m for r in those for m in mesh.members(r, _axes(line))}
         others = {r for r in members if r in logs and place in started[r]}
-        told = {r: _what(started[r][place]) for r in others}
-        where = f"{_what(line)} (#{line.number} of step {line.step} of {line.name})"
+        told = {r: brief(started[r][place].text) for r in others}
+        where = f"{brief(line.text)} (#{line.number} of step {line.step} of {line.name})"
         if len(set(told.values())) > 1:
             findings += [f"ranks differ in #{line.number} of step {line.step} of {line.name}:"]
             findings += [f"  rank {r}: {text}" for r, text in sorted(told.items())]
@@ -86,11 +86,6 @@ def _mesh(logs: Mapping[int, Sequence[Line]]) -> Mesh:
     names = [line.text for lines in logs.values() for line in lines if line.event == "call"]
     sizes = dict(pair.split("=") for pair in (names or [""])[-1].split(",") if pair)
     return Mesh({axis: int(n) for axis, n in sizes.items()}, simulate=True)
-
-
-def _what(line: Line) -> str:
-    """The op, name and axis of a collective."""
-    return brief(line.text)
 
 
 def _axes(line: Line) -> list[str]:

@@ -321,6 +321,11 @@ def arg(node: Node, i: int = 0) -> Any:
     return node.args[i]
 
 
+def few(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def positions(graph: Graph) -> dict[Node, int]:
     """The place of every node in the order in which they run."""
     return {n: i for i, n in enumerate(graph.nodes)}

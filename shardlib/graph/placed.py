@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from shardlib import posted
 from shardlib.graph.buckets import PACK
-from shardlib.graph.nodes import WAIT, arg, emit, group, outputs, positions, roots, size_of
+from shardlib.graph.nodes import WAIT, arg, emit, few, group, outputs, positions, roots, size_of
 
 aten = torch.ops.aten
 SMALL = 1 << 18  # bytes below which a copy costs little
@@ -87,7 +87,7 @@ def _packed(pack: Node, start: Node, values: _Values) -> None:
     first = min(makers.values(), key=values.order.__getitem__)
     with pack.graph.inserting_before(first):
         whole = _empty(pack, start)
-        whole.meta |= {"kind": "buckets", "gradient": _gradients(arg(pack))}
+        whole.meta |= {"kind": "buckets", "gradient": few([x.meta.get("gradient", x.name) for x in arg(pack)])}
     for i, place in enumerate(places):
         x, maker = arg(pack)[i], makers.get(i)
         with pack.graph.inserting_before(maker or pack):
@@ -99,11 +99,6 @@ def _packed(pack: Node, start: Node, values: _Values) -> None:
                 emit(aten.copy_.default, (piece, x), x)
     pack.replace_all_uses_with(whole)
     pack.graph.erase_node(pack)
-
-
-def _gradients(xs: Sequence[Node]) -> str:
-    found = [x.meta.get("gradient", x.name) for x in xs]
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _empty(like: Node, start: Node) -> Node:
@@ -122,6 +117,5 @@ def _moved(maker: Node, into: Node) -> None:
         else:
             new = maker.graph.call_function(aten.mm.out, maker.args, {"out": into})
     new.meta = dict(maker.meta)
-    into.meta |= {k: maker.meta[k] for k in ("gradient",) if k in maker.meta}
     maker.replace_all_uses_with(into)
     maker.graph.erase_node(maker)

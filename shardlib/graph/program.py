@@ -20,7 +20,7 @@ from shardlib.errors import SpecError, listing
 from shardlib.graph.buckets import PACK
 from shardlib.graph.captured import Captured, refuse_uncapturable, state_in_place
 from shardlib.graph.fuse import Island
-from shardlib.graph.nodes import STARTS, arg, group, group_size, inputs, size_of
+from shardlib.graph.nodes import STARTS, arg, few, group, group_size, inputs, size_of
 from shardlib.phases import part_of
 from shardlib.switch import Doing, Switch
 from shardlib.wire import SEND, resolve
@@ -122,8 +122,7 @@ def _origins(xs: Sequence[Any], paths: Mapping[Node, str]) -> str | None:
     xs = [y for x in xs for y in (x.all_input_nodes if isinstance(x, Node) and x.target is PACK else [x])]
     if len(xs) == 1:
         return _origin(xs[0], paths)
-    found = [_origin(y, paths) or y.name for y in xs]
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return few([_origin(y, paths) or y.name for y in xs])
 
 
 def _origin(x: Any, paths: Mapping[Node, str]) -> str | None:
